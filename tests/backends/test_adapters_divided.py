@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 UNITS = {"transformer_layer_cls_to_wrap": ["BertLayer"], "use_orig_params": True}
+FULL = {"state_dict_type": "FULL_STATE_DICT"}
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over six steps of Adam
 
 
@@ -88,7 +89,7 @@ def test_an_adapter_is_trained_saved_and_gone_on_with_as_in_one_process(variant,
 def test_full_checkpoints_of_an_adapter_and_its_head_resume_with_the_same_bits_and_load_in_peft(beside, tmp_path):
     from peft import PeftModel, get_peft_model_state_dict
 
-    whole = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+    whole = {"fsdp": "full_shard", "fsdp_config": FULL}
     folder, out = tmp_path / "run", tmp_path / "run" / "out"
     arguments = (str(folder), {"beside": beside, **whole}, 2, 6)
     losses = run_ranks(train, 2, *arguments, None, timeout_s=120)[0]
@@ -105,3 +106,12 @@ def test_full_checkpoints_of_an_adapter_and_its_head_resume_with_the_same_bits_a
     assert any("classifier" in name for name in expected)
     names = json.loads((folder / "checkpoint-6" / "unfrozen.json").read_text())
     assert ("pooler" in str(names)) is beside
+
+
+@pytest.mark.column("fsdp")
+@pytest.mark.row("adapter")
+def test_a_full_checkpoint_of_an_adapter_is_resumed_in_shards(tmp_path):
+    whole, sharded = ({"beside": True, "fsdp": "full_shard", "fsdp_config": kind} for kind in (FULL, {}))
+    losses = run_ranks(train, 2, str(tmp_path), whole, 2, 6, None, timeout_s=120)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    assert run_ranks(train, 2, str(tmp_path), sharded, 2, 6, True, timeout_s=120) == losses

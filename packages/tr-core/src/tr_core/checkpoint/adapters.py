@@ -83,7 +83,7 @@ class _Part:
 
     def _load(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         # Includes the current rest of the state: a strategy loads full state dicts only.
-        self._whole.load_state_dict({**state, **tensors})
+        self._whole.load_state_dict({**state, **{name: _sharded_as(state[name], t) for name, t in tensors.items()}})
 
 
 class _Adapter(_Part):
@@ -127,6 +127,16 @@ class _Unfrozen(_Part):
         inside = _names(_as_peft_saves(self._model, state), state).values()
         frozen = {name for name, p in self._model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return set(state) - set(inside) - frozen
+
+
+def _sharded_as(mine: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    """Return a saved tensor, sharded as the model's own if that is sharded and this one is not. Collective then."""
+    if not hasattr(mine, "placements") or hasattr(saved, "placements"):
+        return saved
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    own = cast("DTensor", mine)
+    return distribute_tensor(saved.to(own.device, own.dtype), own.device_mesh, own.placements)
 
 
 def _as_peft_saves(model: Any, state: dict[str, Any]) -> dict[str, Any]:
