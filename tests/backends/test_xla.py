@@ -54,7 +54,7 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 
 def environment(**more):
     plain = {name: value for name, value in os.environ.items() if name != "USE_TORCH_XLA"}
-    folders = os.pathsep.join([str(HERE), str(HERE.parent)])
+    folders = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**plain, "PJRT_DEVICE": "CPU", "PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "XLA_FLAGS": QUICK, **more}
 
 
