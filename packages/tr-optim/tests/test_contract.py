@@ -85,7 +85,7 @@ def unpickled(both):
         *((row, unpickled) for row in PLAIN),
         *nightly(*((row, copy.deepcopy) for row in rows()), *((row, unpickled) for row in WAYS_IN_FLOAT32)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),  # str() of a function has its address
 )
 def test_a_copy_goes_on_as_the_original_and_leaves_that_alone(row, copied):
     model, optimizer = row.build()
