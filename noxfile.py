@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import minimums as lowest  # noqa: E402, I001
 from packages import PACKAGES, with_siblings  # noqa: E402
 from requirements import (  # noqa: E402
-    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST, TRACKERS,
-    TRANSFORMERS, TRANSLATION,
+    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, BACKENDS, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST,
+    TRACKERS, TRANSFORMERS, TRANSLATION,
 )  # fmt: skip
 
 # uv does not read pip's configuration: hand it the folder of local wheels, where there is one.
@@ -52,7 +52,6 @@ NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
 PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 
-BACKENDS = ("cpu", "ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
 # Tests of packages about hardware that a test machine seldom has.
 HARDWARE = {
     "mps": ("packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",

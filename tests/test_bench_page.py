@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 _SPEC = importlib.util.spec_from_file_location("bench_of_all", ROOT / "tools" / "bench.py")
 bench = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = bench  # its dataclasses look for their module
+sys.path.insert(0, str(ROOT / "tools"))
 _SPEC.loader.exec_module(bench)
 ABOUT = {
     "date": "2026-01-02",
-    "machine": "x86_64, 2 cores",
-    "device": "no GPU",
+    "machine": "x86_64, 2 cores, no GPU",
     "python": "3.11",
     "versions": {"a": "1"},
 }

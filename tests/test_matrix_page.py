@@ -93,11 +93,11 @@ def test_a_session_writes_its_column_and_leaves_those_of_other_days(tmp_path):
 
 def test_rows_are_added_to_a_column_on_request(tmp_path):
     path, rows = tmp_path / "matrix.json", {"resume": {"passed": {"": {"": 1}}}}
-    matrix.update(path, "cuda", {**matrix.about(), "rows": rows})
-    matrix.update(path, "cuda", {**matrix.about(), "rows": {"bf16": rows["resume"]}}, adds=True)
+    matrix.update(path, "cuda", {**matrix.about(()), "rows": rows})
+    matrix.update(path, "cuda", {**matrix.about(()), "rows": {"bf16": rows["resume"]}}, adds=True)
     found = cells(tmp_path)
     assert {found[matrix.SCENARIOS[row], "cuda"] for row in ("resume", "bf16")} == {"passed"}
-    matrix.update(path, "cuda", {**matrix.about(), "rows": {}})
+    matrix.update(path, "cuda", {**matrix.about(()), "rows": {}})
     assert cells(tmp_path)[matrix.SCENARIOS["resume"], "cuda"] == "no test"
 
 

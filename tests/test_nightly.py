@@ -48,24 +48,29 @@ nox > python tests/fuzz/run.py
 runs 500, discrepancies 0, 61 s
 nox > Command python tests/fuzz/run.py failed with exit code 1
 nox > Session fuzz failed.
+nox > Session pythons-3.13 skipped: Python interpreter 3.13 not found.
+nox > Running session crash
+nox > pytest tests/crash
 """
 
 
 def test_each_session_that_nox_ran_is_found_with_the_result_of_each_of_its_commands(nightly):
     assert nightly.findings_in(LOG.splitlines()) == {
-        "tests": (True, ()),
-        "alone(package='tr-log')": (True, ("440 passed, 2 skipped",)),
-        "fuzz": (False, ("1 failed, 3 passed, 1 deselected", "runs 500, discrepancies 0, 61 s")),
+        "tests": ("passed", ()),
+        "alone(package='tr-log')": ("passed", ("440 passed, 2 skipped",)),
+        "fuzz": ("failed", ("1 failed, 3 passed, 1 deselected", "runs 500, discrepancies 0, 61 s")),
+        "pythons-3.13": ("not run", ("Python interpreter 3.13 not found.",)),
+        "crash": ("failed", ("it did not end",)),
     }
 
 
-def finding(nightly, session, passed=True, results=("3 passed",), seconds=61.4):
-    return nightly.Finding(session, passed, results, seconds, "2026-01-02", "2 cores", "Python 3.11.7")
+def finding(nightly, session, outcome="passed", results=("3 passed",), seconds=61.4):
+    return nightly.Finding(session, outcome, results, seconds, "2026-01-02", "2 cores", "Python 3.11.7")
 
 
 def test_the_page_has_a_row_a_session_and_keeps_those_of_other_runs(nightly, tmp_path):
     nightly.note([finding(nightly, "parity"), finding(nightly, "fuzz")], tmp_path)
-    nightly.note([finding(nightly, "fuzz", passed=False, results=("1 failed", "runs 5"), seconds=3661)], tmp_path)
+    nightly.note([finding(nightly, "fuzz", outcome="failed", results=("1 failed", "runs 5"), seconds=3661)], tmp_path)
     rows = (tmp_path / "tested.md").read_text().splitlines()[-2:]
     assert rows == [
         "| `fuzz` | **failed** | 1 failed; runs 5 | 1:01:01 | 2026-01-02 | Python 3.11.7 | 2 cores |",
@@ -79,7 +84,7 @@ def test_a_session_that_fails_keeps_none_from_running_and_its_name_is_said(night
 
     def run(session, limit_s):
         asked.append(session)
-        return [finding(nightly, session, passed=session != "crash")]
+        return [finding(nightly, session, outcome="failed" if session == "crash" else "passed")]
 
     monkeypatch.setattr(nightly, "run", run)
     monkeypatch.setattr(nightly, "note", written.extend)
@@ -102,7 +107,7 @@ def test_a_session_that_nox_never_begins_is_noted_as_failed_with_the_exit_code(n
     monkeypatch.setattr(nightly, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(nightly.sys, "executable", "false")
     (found,) = nightly.run("nosuch")
-    assert (found.session, found.passed, found.results) == ("nosuch", False, ("exit code 1; see logs/nosuch.log",))
+    assert (found.session, found.outcome, found.results) == ("nosuch", "failed", ("exit code 1; see logs/nosuch.log",))
 
 
 def test_a_session_that_does_not_end_is_ended_and_noted_as_failed(nightly, monkeypatch, tmp_path):

@@ -9,25 +9,23 @@ Run: nox -s bench, or one of them with options of its own: nox -s bench -- step 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from machine import about
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "packages" / "tr-all" / "docs"
 VERSIONS = ("torch", "transformers", "lightning", "accelerate", "numpy")
 PART_LIMIT_S = 3600
-NO_GPU = "no GPU"
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page.write_text(write_page(json.loads(options.source.read_text(encoding="utf-8"))), encoding="utf-8")
         print(f"wrote {page}")
         return 0
-    found: dict[str, Any] = {"about": about(), "parts": {}}
-    for name in [options.name] if options.name else whole_run(has_cuda=found["about"]["device"] != NO_GPU):
+    found: dict[str, Any] = {"about": about(VERSIONS), "parts": {}}
+    for name in [options.name] if options.name else whole_run(has_cuda=_has_cuda()):
         print(f"\n== {name}: {PARTS[name].title}\n", flush=True)
         found["parts"][name] = run(PARTS[name], tuple(rest) or PARTS[name].options)
     failed = [name for name, part in found["parts"].items() if part["exit"]]
@@ -192,23 +190,6 @@ def whole_run(*, has_cuda: bool) -> list[str]:
 def renewed(parts: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of an earlier run with new ones in their place, in the order of the page."""
     return {name: new.get(name) or parts[name] for name in PARTS if name in new or name in parts}
-
-
-def about() -> dict[str, Any]:
-    """Return date, hardware and versions."""
-    versions = {}
-    for name in VERSIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "device": _device(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
 
 
 def run(part: Part, options: Sequence[str]) -> dict[str, Any]:
@@ -249,7 +230,7 @@ def write_page(found: Mapping[str, Any]) -> str:
         "Written by `nox -s bench`, which measures all of it in one run: contenders in turn, several rounds, medians.",
         "Read the ratios and counts; times are those of this machine.",
         "",
-        f"{about['date']}, {about['machine']}, {about['device']}, Python {about['python']}, {versions}.",
+        f"{about['date']}, {about['machine']}, Python {about['python']}, {versions}.",
         "",
         "| what | goal, at most | measured |",
         "|---|---|---|",
@@ -272,10 +253,10 @@ def _measured(goal: Goal, parts: Mapping[str, Any]) -> str:
     return f"{value:.3f}{goal.unit}" + ("" if value <= goal.most else ", missed")
 
 
-def _device() -> str:
+def _has_cuda() -> bool:
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ they print is in `build/nightly/`.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
@@ -21,6 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import hardware, today
+from requirements import BACKENDS
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "packages" / "tr-all" / "docs"
 LOGS = ROOT / "build" / "nightly"
@@ -28,7 +30,6 @@ LIMIT_S = 4 * 3600
 TIMED_OUT = 124  # as `timeout` says it
 # `slow/integration` runs what is marked slow in the session `integration`.
 SLOW = "slow/"
-BACKENDS = ("cpu", "ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
 SESSIONS = (
     *(f"{SLOW}{name}" for name in ("integration", "alone(package='tr-dist')", "alone(package='tr-optim')")),
     "crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in BACKENDS), "robustness", "launching",
@@ -36,8 +37,9 @@ SESSIONS = (
     "minimums", "pythons-3.12", "pythons-3.13",
 )  # fmt: skip
 
-_BEGINS = re.compile(r"nox > Running session ")
-_ENDS = re.compile(r"nox > Session (?P<name>.+?) (?P<end>was successful|failed|aborted|skipped)")
+_BEGINS = re.compile(r"nox > Running session (?P<name>.+)")
+_ENDS = re.compile(r"nox > Session (?P<name>.+?) (?P<end>was successful|failed|aborted|skipped)(: (?P<why>.*))?")
+_OUTCOMES = {"was successful": "passed", "failed": "failed", "aborted": "failed", "skipped": "not run"}
 _PYTEST = re.compile(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s.*$")
 
 
@@ -47,8 +49,8 @@ class Finding:
 
     Attributes:
         session: its name, as `nox -l` prints it.
-        passed: whether all its commands succeeded.
-        results: the last line that each command printed; of pytest the counts.
+        outcome: "passed" if all its commands succeeded, "failed", or "not run" if nox skipped it.
+        results: the last line that each command printed, of pytest the counts; or why it failed or was skipped.
         seconds: how long it ran, with the others that it started, the making of environments included.
         date: the day, as YYYY-MM-DD.
         machine: cores, memory, accelerator.
@@ -56,7 +58,7 @@ class Finding:
     """
 
     session: str
-    passed: bool
+    outcome: str
     results: tuple[str, ...]
     seconds: float
     date: str
@@ -64,9 +66,9 @@ class Finding:
     versions: str
 
 
-def findings_in(log: Sequence[str]) -> dict[str, tuple[bool, tuple[str, ...]]]:
-    """Return of each session in what nox printed whether it passed, and the last line of each of its commands."""
-    found: dict[str, tuple[bool, tuple[str, ...]]] = {}
+def findings_in(log: Sequence[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return of each session in what nox printed its outcome, and the last line of each of its commands."""
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
     results: list[str] = []
     last = ""
     for line in log:
@@ -76,10 +78,13 @@ def findings_in(log: Sequence[str]) -> dict[str, tuple[bool, tuple[str, ...]]]:
         if last:  # the command before this line has ended
             results.append(_shortened(last))
             last = ""
-        if _BEGINS.match(line):
+        if match := _BEGINS.match(line):
             results.clear()
+            found[match["name"]] = ("failed", ("it did not end",))
         elif match := _ENDS.match(line):
-            found[match["name"]] = (match["end"] == "was successful", tuple(results))
+            why = (match["why"],) if match["why"] else ()
+            found[match["name"]] = (_OUTCOMES[match["end"]], (*results, *why))
+            results.clear()
     return found
 
 
@@ -88,17 +93,16 @@ def _shortened(line: str) -> str:
     return match[1] if match else line[:200]
 
 
-def run(session: str, options: Sequence[str] = (), limit_s: float = LIMIT_S) -> list[Finding]:
-    """Run one session, show what it prints, and return its findings; the session itself if nox never began it.
+def run(session: str, limit_s: float = LIMIT_S) -> list[Finding]:
+    """Run one session, write what it prints to `build/nightly/`, and return its findings and those it started.
 
     Args:
         session: name for `nox -s`, or `slow/NAME` for what is marked slow in a session.
-        options: what follows `--`.
         limit_s: seconds after which it is ended, and noted as failed.
     """
     name = session.removeprefix(SLOW)
-    chosen = ("-m", "slow") if session.startswith(SLOW) else ()
-    command = [sys.executable, "-m", "nox", "-s", name, "--", *chosen, *options]
+    prefix, chosen = (SLOW, ("--", "-m", "slow")) if session.startswith(SLOW) else ("", ())
+    command = [sys.executable, "-m", "nox", "-s", name, *chosen]
     LOGS.mkdir(parents=True, exist_ok=True)
     path = LOGS / f"{session.replace('/', '-')}.log"
     began_s = time.monotonic()
@@ -107,12 +111,11 @@ def run(session: str, options: Sequence[str] = (), limit_s: float = LIMIT_S) -> 
         code = _wait(process, limit_s)
     seconds = time.monotonic() - began_s
     found = findings_in(path.read_text(errors="replace").splitlines())
-    found = found or {name: (False, (f"exit code {code}; see {path.relative_to(ROOT)}",))}
-    prefix = SLOW if session.startswith(SLOW) else ""
-    today = str(datetime.date.today())
+    if (code and all(outcome != "failed" for outcome, _ in found.values())) or not found:
+        found[name] = ("failed", (f"exit code {code}; see {path.relative_to(ROOT)}",))
     return [
-        Finding(prefix + each, passed, results, seconds, today, _machine(), _versions(each))
-        for each, (passed, results) in found.items()
+        Finding(prefix + each, outcome, results, seconds, today(), hardware(), _versions(each))
+        for each, (outcome, results) in found.items()
     ]
 
 
@@ -123,16 +126,6 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
         os.killpg(process.pid, 9)
         process.wait()
         return TIMED_OUT
-
-
-def _machine() -> str:
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout if _has("nvidia-smi") else ""
-    return f"{platform.machine()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {gpus.split(' (')[0] or 'no GPU'}"
-
-
-def _has(program: str) -> bool:
-    return any((Path(folder) / program).exists() for folder in os.get_exec_path())
 
 
 def _versions(session: str) -> str:
@@ -168,13 +161,14 @@ def note(findings: Sequence[Finding], folder: Path = DOCS) -> None:
 def page(entries: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page of what was tested: a row a session, in alphabetical order."""
     rows = [
-        f"| `{name}` | {'passed' if entry['passed'] else '**failed**'} | {'; '.join(entry['results']) or '-'} "
+        f"| `{name}` | {_WORDS[entry['outcome']]} | {'; '.join(entry['results']) or '-'} "
         f"| {_minutes(entry['seconds'])} | {entry['date']} | {entry['versions']} | {entry['machine']} |"
         for name, entry in sorted(entries.items())
     ]
     return "\n".join([_HEAD, *rows, ""])
 
 
+_WORDS = {"passed": "passed", "failed": "**failed**", "not run": "not run"}
 _HEAD = """# What was tested, where and when
 
 Written by `nox -s nightly`, which runs these sessions of the noxfile; `nox -s nightly -- NAME` repeats one of them.
@@ -204,10 +198,9 @@ def main(words: Sequence[str] | None = None) -> int:
         findings = run(session, limit_s=options.limit)
         note(findings)
         for finding in findings:
-            verdict = "passed" if finding.passed else "FAILED"
-            print(f"  {verdict}  {finding.session}: {'; '.join(finding.results)}", flush=True)
+            print(f"  {finding.outcome}  {finding.session}: {'; '.join(finding.results)}", flush=True)
         print(f"  {_minutes(findings[0].seconds)}", flush=True)
-        failed.extend(finding.session for finding in findings if not finding.passed)
+        failed.extend(finding.session for finding in findings if finding.outcome == "failed")
     print(f"sessions {len(options.session)}, failed {len(failed)}{': ' + ', '.join(failed) if failed else ''}")
     return 1 if failed else 0
 

@@ -5,17 +5,18 @@ with `.md`, is written from all of them. A test's row is what its mark says, `ro
 Without `--matrix` nothing is written; the counts are printed.
 """
 
-import datetime
 import json
-import os
-import platform
+import sys
 from collections import Counter
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-COLUMNS = ("cpu", "ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from machine import about
+from requirements import BACKENDS as COLUMNS
+
 # What each backend is to do. The optimizers are those that the registry lists.
 SCENARIOS = {
     "promises": "the strategy keeps its promises to the loop",
@@ -108,7 +109,7 @@ class Recorder:
         options = session.config.option
         if options.matrix is None or hasattr(session.config, "workerinput") or exitstatus not in (0, 1):
             return
-        update(options.matrix, options.column, {**about(), "rows": self.rows}, adds=options.matrix_adds)
+        update(options.matrix, options.column, {**about(LIBRARIES), "rows": self.rows}, adds=options.matrix_adds)
 
 
 def outcome(report, known):
@@ -129,31 +130,6 @@ def note(rows, row, kind, why, variant):
     """Count a test: rows by name, kind, reason and variant."""
     counts = rows.setdefault(row, {}).setdefault(kind, {}).setdefault(why, {})
     counts[variant] = counts.get(variant, 0) + 1
-
-
-def about():
-    """Return the day, the machine and the versions."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {device()}",
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def device():
-    """Return the accelerators of this machine in words."""
-    import torch
-
-    if torch.cuda.is_available():
-        return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return "a Mac's GPU" if torch.backends.mps.is_available() else "no GPU"
 
 
 def update(path, name, column, *, adds=False):

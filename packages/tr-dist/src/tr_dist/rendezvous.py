@@ -136,7 +136,10 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     serves = environment.rank == 0 and not environment.agent_store
     try:
         return _interruptible(lambda: _tcp_store(environment, timeout, serves))
-    except RuntimeError as error:  # torch 2.6 raises no class of its own for a port that is taken
+    except RuntimeError as error:
+        # Torch 2.6 has no class of its own for a port that is taken.
+        if not isinstance(error, dist.DistError) and "EADDRINUSE" not in str(error):
+            raise
         raise ConnectionError(_explain(error, environment, timeout, serves)) from None
 
 
