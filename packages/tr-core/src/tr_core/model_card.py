@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -367,7 +368,9 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if value is None or isinstance(value, bool):
         return value
-    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else _Quoted(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else _Quoted(value)
 
 
 def _says_something(value: Any) -> bool:
