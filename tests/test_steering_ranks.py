@@ -16,7 +16,7 @@ class Watch(TrainerCallback):
     """Notes what was done at which step, and moves this rank's own clock."""
 
     def __init__(self, step_s):
-        self.now, self.step_s, self.done = time.monotonic(), step_s, []
+        self.now, self.step_s, self.done = float(round(time.monotonic())), step_s, []  # sums of minutes are exact
 
     def clock(self):
         return self.now
