@@ -14,6 +14,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # t
 LAST = EPOCHS * STEPS_AN_EPOCH
 
 
+def of_these_or_at_night_of_all(*steps):
+    """Choose the steps after which a run is killed; a pass has six."""
+    every = pytest.param(range(1, LAST), marks=pytest.mark.slow)
+    return pytest.mark.parametrize("steps", [steps, every], ids=["some", "all"])
+
+
 def assert_goes_on(kind, folder, steps, **changes):
     changes = {"max_steps": LAST} | changes if kind == "a stream" else changes
     samples, weights = train(kind, folder, save_strategy="steps", save_steps=1, **changes)
@@ -26,9 +32,10 @@ def assert_goes_on(kind, folder, steps, **changes):
         assert all(torch.equal(value, after[name]) for name, value in weights.items()), step
 
 
+@of_these_or_at_night_of_all(1, 5, 6, 8, LAST - 1)
 @pytest.mark.parametrize("kind", IN_THIS_PROCESS)
-def test_a_run_killed_after_any_step_goes_on_bit_equal(kind, tmp_path):
-    assert_goes_on(kind, tmp_path, (1, 5, 6, 8, LAST - 1))  # of six a pass
+def test_a_run_killed_after_any_step_goes_on_bit_equal(kind, steps, tmp_path):
+    assert_goes_on(kind, tmp_path, steps)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +45,10 @@ def test_a_run_whose_loader_has_workers_goes_on_bit_equal(kind, tmp_path):
     assert_goes_on(kind, tmp_path, (3, 6, 8, 17))
 
 
+@of_these_or_at_night_of_all(1, 6, 9, LAST - 1)
 @pytest.mark.parametrize("kind", [*(f"sampler: {kind}" for kind in SAMPLERS), "data with its own generator"])
-def test_a_run_over_a_loader_of_the_trainers_goes_on_with_generators_of_the_users(kind, tmp_path):
-    assert_goes_on(kind, tmp_path, (1, 6, 9, LAST - 1))
+def test_a_run_over_a_loader_of_the_trainers_goes_on_with_generators_of_the_users(kind, steps, tmp_path):
+    assert_goes_on(kind, tmp_path, steps)
 
 
 def test_a_run_that_accumulates_gradients_goes_on_bit_equal(tmp_path):

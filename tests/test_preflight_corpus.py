@@ -62,7 +62,12 @@ def test_a_good_configuration_has_no_problems(case, corpus, capsys):
     assert code == 0
 
 
-@pytest.mark.parametrize("name", ["typo.yaml", "own_loop.py"])
+AT_NIGHT = ("long_warmup.toml", "lambda_collator.py", "summed_loss.py", "misspelt_metric.py")
+
+
+@pytest.mark.parametrize(
+    "name", ["typo.yaml", "own_loop.py", *(pytest.param(name, marks=pytest.mark.slow) for name in AT_NIGHT)]
+)
 def test_the_command_itself_finds_the_same_and_exits_with_1(name, tmp_path):
     copy_corpus(OF_CORE, tmp_path)
     case = next(case for case in read_cases(OF_CORE, "case") if case["file"] == name)
