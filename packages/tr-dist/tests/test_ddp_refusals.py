@@ -136,6 +136,28 @@ def test_a_model_that_cannot_be_trained_is_refused(model, message):
         strategy.prepare(model)
 
 
+def with_a_buffer(dtype):
+    model = nn.Linear(2, 1)
+    model.register_buffer("scales", torch.zeros(2).to(dtype))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn, torch.uint32])
+def test_a_buffer_that_cannot_be_sent_is_named_with_what_to_do(dtype):
+    model = with_a_buffer(dtype)
+    with DDP(use_cpu=True) as strategy:
+        with pytest.raises(ValueError, match=rf"copy 1 parameters and .* \(scales: {dtype}\); keep them as"):
+            strategy.prepare(model)
+        model._ddp_params_and_buffers_to_ignore = ["scales"]
+        _step(strategy.prepare(model), strategy)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.bfloat16, torch.complex64])
+def test_buffers_of_other_types_are_sent(dtype):
+    with DDP(use_cpu=True) as strategy:
+        _step(strategy.prepare(with_a_buffer(dtype)), strategy)
+
+
 def test_a_model_on_another_accelerator_is_refused():
     from tr_dist.replica import check_trainable
 

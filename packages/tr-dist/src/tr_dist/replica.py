@@ -77,6 +77,7 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _DIGEST_BLOCKS = {"cpu": 2**17}
 _DIGEST_BLOCK = 2**22
 
+_NOT_SENT_BY_GLOO = {torch.int16, torch.uint16, torch.uint32, torch.uint64}  # nor float8, nor complex before torch 2.9
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 # torch renamed the option, and warns about the old name.
@@ -132,13 +133,15 @@ class Replica(DistributedDataParallel):
 
     Attributes:
         compared: whether the ranks' parameters have been found equal.
-        all_parameters: the module's parameters, listed once: walking the modules costs more than the
-            gradients' norm.
+        all_parameters: the module's parameters, listed once: walking the modules costs more than their norm.
 
     Args:
         module: the module, on this rank's device.
         broadcast_buffers: copy the buffers of rank 0 to all ranks before the first step and after each.
         options: further arguments of `DistributedDataParallel`.
+
+    Raises:
+        ValueError: gloo cannot copy parameters or buffers of their type to the other ranks.
     """
 
     reducer: Any = _OnFirstUse()
@@ -149,7 +152,12 @@ class Replica(DistributedDataParallel):
             options[_BUFFERS_OPTION] = False
         if options.get("static_graph"):
             options["find_unused_parameters"] = False  # GradientParts finds these in the first step
-        super().__init__(module, **options)
+        try:
+            super().__init__(module, **options)
+        except RuntimeError as error:
+            if "Invalid scalar type" not in str(error):  # gloo's words
+                raise
+            raise ValueError(_what_cannot_be_sent(module)) from None
         del self.logger  # it is None so far
         self.compared = False
         self._pass = _Pass()
@@ -281,6 +289,17 @@ class Replica(DistributedDataParallel):
             "find_unused_parameters=True (--ddp_find_unused_parameters true), which costs a walk over the "
             "graph in every step"
         )
+
+
+def _what_cannot_be_sent(module: nn.Module) -> str:
+    tensors = {name: t.dtype for name, t in (*module.named_parameters(), *module.named_buffers())}
+    odd = {name: t for name, t in tensors.items() if t in _NOT_SENT_BY_GLOO or str(t).startswith("torch.float8")}
+    odd = odd or {name: t for name, t in tensors.items() if t.is_complex}
+    return (
+        f"gloo cannot copy {len(odd)} parameters and buffers of {type(module).__name__} to the other ranks "
+        f"({_some([f'{name}: {t}' for name, t in odd.items()])}); keep them as another type (int32 for int16, uint8 "
+        "for float8), or name those that are equal on all ranks in the model's _ddp_params_and_buffers_to_ignore"
+    )
 
 
 def check_trainable(model: nn.Module, device: torch.device) -> None:
