@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support.data import samples
-from support.runs import log_of
+from support.runs import TORCH, log_of
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -13,6 +13,7 @@ from tr_core import TrainerCallback
 from tr_core.runtime.activation_checkpointing import checkpointed_activations, repeated_layers
 
 CPU = torch.device("cpu")
+EARLY_STOP = {"early_stop": False} if TORCH >= (2, 9) else {}  # an older torch does not take it
 
 
 class Block(nn.Module):
@@ -79,9 +80,7 @@ def trained(make_trainer, model, **options):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "options", [{}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": True}, {"early_stop": False}]
-)
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": True}, EARLY_STOP])
 def test_gradients_are_those_without_checkpointing_bit_for_bit(dropout, options):
     torch.manual_seed(0)
     model = Deep(dropout=dropout)
@@ -104,7 +103,7 @@ def test_a_forward_keeps_a_fraction_for_the_backward():
 
 def test_only_the_layers_asked_for_are_computed_again():
     model = Deep(depth=5)
-    with checkpointed_activations(model, CPU, {"every_n_layers": 2, "early_stop": False}) as names:
+    with checkpointed_activations(model, CPU, {"every_n_layers": 2, **EARLY_STOP}) as names:
         gradients(model)
     assert names == ["blocks.0", "blocks.2", "blocks.4"]
     assert [block.calls for block in model.blocks] == [2, 1, 2, 1, 2]

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from support.models import IgnoresCount
-from support.runs import first_gradient, log_of
+from support.runs import TORCH, first_gradient, log_of
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
@@ -169,6 +169,8 @@ def test_a_division_within_a_function_of_ones_own_is_seen():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("divides", [False, True])
 def test_a_compiled_loss_function_is_seen_through_and_compiled_once(backend, divides):
+    if divides and TORCH < (2, 8):
+        pytest.skip("an older compiler takes a division by a marked count for a break of the graph")
     pytest.importorskip("torch._dynamo").reset()
     graphs = []
 

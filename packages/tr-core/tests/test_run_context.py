@@ -14,7 +14,7 @@ from tr_core.runtime.compilation import apply_liger_kernel
 
 
 @pytest.mark.parametrize(
-    "options", [{"activation_checkpointing_kwargs": {"early_stop": True}}, {"liger_kernel_config": {"a": 1}}]
+    "options", [{"activation_checkpointing_kwargs": {"debug": True}}, {"liger_kernel_config": {"a": 1}}]
 )
 def test_options_of_what_is_switched_off_are_refused(make_trainer, options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} has no effect alone; set .*=True, or leave it out"):

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+import re
 import warnings
 
 import pytest
@@ -11,10 +12,12 @@ from support.callbacks import Stop, StopAt
 from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Base, Classifier, CountedSum, IgnoresCount, ReturnsTuple
+from support.runs import TORCH
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback
 from tr_core.capture import running
+from tr_core.capture.values import NotCapturableError
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +31,8 @@ def no_compiler(monkeypatch, request):
 def with_compiler():
     if running.cpp_compiler() is None:
         pytest.skip("needs a C++ compiler")
+    if TORCH < (2, 7):
+        pytest.skip("needs torch 2.7, whose inductor draws the random numbers of the ordinary step")
 
 
 @pytest.fixture
@@ -637,6 +642,14 @@ def test_compiled_steps_are_close_to_ordinary_ones(both, caplog, options):
     torch.testing.assert_close(losses[1], losses[0], **tolerance)
     for one, other in zip(values(plain), values(captured), strict=True):
         torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.6.1"])
+def test_a_compiler_that_draws_other_random_numbers_is_not_used(version, monkeypatch):
+    monkeypatch.setattr(running, "cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(NotCapturableError, match=rf"torch {re.escape(version)} draws other random numbers"):
+        running.compiled(None, [])
 
 
 # On a GPU

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.overrides import get_default_nowrap_functions
 
 
 class ItemCount(torch.Tensor):
@@ -104,9 +105,12 @@ def _mark_in_place(result: Any) -> Any:
 
 
 def _only_looks(func: Callable[..., Any]) -> bool:
-    """Whether a function's result depends only on the shape and type of a count."""
+    """Whether a function's result depends only on the shape and type of a count, or is what it is a view of.
+
+    Compilers follow views to the tensor that is none, and a marked one is a view.
+    """
     name = getattr(func, "__name__", "")
-    return name.endswith("_like") or name.startswith("new_")
+    return name.endswith("_like") or name.startswith("new_") or func in get_default_nowrap_functions()
 
 
 def _record_reads(value: Any) -> Any:

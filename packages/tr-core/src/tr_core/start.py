@@ -42,6 +42,10 @@ def on_first_use(
     return get, names
 
 
+# More frozen objects than this somebody keeps so. Collections of Python 3.12 freeze some hundred: the immortal ones.
+_KEPT_FROZEN = 2_000
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Collect no garbage in a block of imports, and not because of what they made.
@@ -56,7 +60,7 @@ def without_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else somebody keeps objects frozen
+        if gc.get_freeze_count() < _KEPT_FROZEN:
             gc.freeze()  # the two together make all objects old ones, and the counts of new ones zero
             gc.unfreeze()
         gc.enable()

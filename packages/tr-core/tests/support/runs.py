@@ -12,6 +12,8 @@ from support.models import Classifier
 from tr_core import SingleDevice, Trainer
 from tr_core.preemption.signals import SIGNALS, Interrupted
 
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
 
 def log_of(trainer, name):
     """Return the values of a name in the log, in order."""

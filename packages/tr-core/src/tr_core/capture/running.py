@@ -29,10 +29,14 @@ def compiled(captured: Any, inputs: Sequence[torch.Tensor]) -> Call:
     """Compile a capture by inductor, with the random numbers of the ordinary operations.
 
     Raises:
-        NotCapturableError: there is no compiler, or it failed.
+        NotCapturableError: there is no compiler, it failed, or it takes random numbers of its own.
     """
     if cpp_compiler() is None:
         raise NotCapturableError("there is no C++ compiler (g++ or clang++)")
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 7):
+        raise NotCapturableError(
+            f"inductor of torch {torch.__version__} draws other random numbers than the ordinary step; take 2.7"
+        )
     try:
         import torch._inductor as inductor
         from torch._inductor import config
