@@ -92,6 +92,23 @@ def test_one_loading_process_is_enough_for_what_needs_one(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "variables", "device", "kind"),
+    [
+        ({}, {}, "cuda", "NO"),
+        ({}, LAUNCHED, "cpu", "MULTI_CPU"),
+        ({}, LAUNCHED, "cuda", "MULTI_GPU"),
+        ({"fsdp": "full_shard"}, LAUNCHED, "cpu", "FSDP"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, LAUNCHED, "cpu", "DEEPSPEED"),
+    ],
+)
+def test_the_state_of_accelerate_names_what_trains(monkeypatch, options, variables, device, kind):
+    place(monkeypatch, variables)
+    args = TrainingArguments("out", **options)
+    args.bind(device=SimpleNamespace(type=device))
+    assert args.distributed_state.distributed_type == kind
+
+
+@pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
         ("n_gpu", 1, "launch a process for each"),

@@ -251,6 +251,14 @@ def test_the_last_entry_has_the_figures_of_the_run(make_trainer):
     assert names | {"epoch"} == set(output.metrics)
 
 
+@pytest.mark.parametrize(
+    ("options", "samples"), [({"num_train_epochs": 2}, 40), ({"num_train_epochs": 1.5}, 30), ({"max_steps": 3}, 12)]
+)
+def test_the_rate_of_a_run_is_of_all_samples_that_it_used(make_trained, options, samples):
+    last = make_trained(20, **options).state.log_history[-1]
+    assert last["train_samples_per_second"] * last["train_runtime"] == pytest.approx(samples, rel=0.02)
+
+
 def test_without_clipping_the_norm_is_measured_and_nothing_is_changed(make_trained):
     norms = []
     note = on(

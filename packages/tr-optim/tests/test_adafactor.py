@@ -168,6 +168,8 @@ def test_training_arguments_set_the_learning_rate_and_the_groups_the_decay():
 def test_optim_args_reach_the_optimizer():
     (group,) = _from_arguments("beta1=0.9, eps=(1e-20, 1e-2), scale_parameter=true").param_groups
     assert (group["beta1"], group["eps"], group["scale_parameter"]) == (0.9, (1e-20, 1e-2), True)
+    (group,) = _from_arguments("eps=(0, 0)").param_groups
+    assert group["eps"] == (0, 0)
     (group,) = _from_arguments({"clip_threshold": "2", "decay_rate": -0.7, "beta1": "none"}).param_groups
     assert (group["clip_threshold"], group["decay_rate"], group["beta1"]) == (2.0, -0.7, None)
 
