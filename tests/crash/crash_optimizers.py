@@ -53,7 +53,8 @@ def each_optimizer_on_ranks(session: Session) -> Iterator[Fault]:
 
 
 def _session_of(session: Session, setting: Setting, world_size: int = 1) -> Session:
-    root = session.root / f"{setting} on {world_size}".replace(" ", "-")
+    # As deep as the other session, in whose folder its faults happen: what is synced above a run counts as operations.
+    root = session.root.with_name(f"{session.root.name} {setting} on {world_size}".replace(" ", "-"))
     root.mkdir()
     return Session(root, session.jobs, session.quick, arguments(setting, world_size))
 
