@@ -65,6 +65,6 @@ def test_a_resumed_run_ends_with_the_same_bits_with_every_optimizer(optimizer, t
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*", "ignore:The epoch parameter in `scheduler.step")
 def test_a_resumed_run_ends_with_the_same_bits_with_every_schedule(schedule, tmp_path):
     assert resumed_equals_uninterrupted(tmp_path, schedule=SCHEDULES[schedule])

@@ -34,6 +34,9 @@ def equal(first, second, **tolerance):
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
+pytestmark = ckpt_shards.trains_sharded
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["named", "plain"])
 def saved_by_two(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("sharded") / "run"

@@ -4,7 +4,7 @@ import ckpt_shard_faults
 import pytest
 import torch
 from ckpt_parts import flip, listed
-from ckpt_shards import Holder
+from ckpt_shards import Holder, trains_sharded
 from ckpt_workers import exit_codes, run
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError
@@ -106,6 +106,7 @@ def test_a_save_gathers_nothing_and_a_restore_reads_no_more_than_it_needs(tmp_pa
         run(world_size, ckpt_shard_faults.count_what_is_read, str(tmp_path))
 
 
+@trains_sharded
 def test_ranks_that_do_not_hold_the_same_are_told_what_differs(tmp_path):
     (tmp_path / "run").mkdir()
     run(2, ckpt_shard_faults.hold_other_tensors, str(tmp_path / "run"))

@@ -15,6 +15,10 @@ from tr_ckpt import Checkpointer
 LAYOUTS = ["0", "1", "r", "r0", "0r", "01", "10", "00", "fsdp+tp", "half"]
 
 
+# Beside tensor parallelism, fully_shard of torch 2.6 does not shard unevenly.
+pytestmark = ckpt_shards.trains_sharded
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Where what 4 ranks saved in each layout is."""

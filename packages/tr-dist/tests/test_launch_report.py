@@ -11,6 +11,9 @@ from tr_dist.launching.report import Ending, describe, exit_code, first_cause, r
 LOST = "RuntimeError: [../pair.cc:534] Connection closed by peer [127.0.0.1]"
 
 
+GONE = "RuntimeError: rank 1 has ended, and rank 0 waits for it; see its own output for the reason"
+
+
 def raised(rank, message, time_s):
     return Ending(rank, 1, message, f"Traceback\n{message}\n", time_s)
 
@@ -26,6 +29,11 @@ def test_the_earliest_of_two_exceptions_is_the_cause():
 
 def test_a_killed_rank_is_the_cause_of_lost_connections():
     assert first_cause([raised(0, LOST, 1.0), Ending(1, -9)]) == Ending(1, -9)
+
+
+@pytest.mark.parametrize("lost", [LOST, GONE])
+def test_a_rank_with_an_exit_code_of_its_own_is_the_cause_of_what_others_miss(lost):
+    assert first_cause([raised(0, lost, 1.0), Ending(1, 5)]) == Ending(1, 5)
 
 
 def test_a_rank_that_ended_with_0_is_the_cause_of_lost_connections():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from meetings import wait_for
 
 from tr_dist import DDP, shared_page
+from tr_dist.launching.report import Ending
 from tr_dist.shared_page import SharedPage
 from tr_dist.testing import run_ranks
 
@@ -95,7 +96,9 @@ def _ends(way, seen):
 
 def test_a_rank_that_left_is_not_waited_for(tmp_path):
     run_ranks(_ends, 2, "left", tmp_path / "seen")
-    assert (tmp_path / "seen").read_text().startswith("rank 1 has ended, and rank 0 waits for it")
+    said = (tmp_path / "seen").read_text()
+    assert said.startswith("rank 1 has ended, and rank 0 waits for it")
+    assert Ending(0, 1, said, said).is_consequence
 
 
 def test_a_rank_that_was_killed_is_not_waited_for(tmp_path):

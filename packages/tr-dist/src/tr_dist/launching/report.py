@@ -20,6 +20,7 @@ _CONSEQUENCES = (
     "remote process exited",
     "lost its connection to rank 0",
     "could not connect to the others",
+    "has ended, and rank",  # shared_page.py
 )
 _LAST_LINES = 30
 
