@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed
 from ckpt_faults import Faults, Killed, forget_temporaries
-from ckpt_shards import Buffers, Holder, build, numbers, save_in, train
+from ckpt_shards import DTYPES, Buffers, Holder, build, numbers, save_in, train
 from ckpt_workers import run
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -80,7 +80,7 @@ EVEN = ("tensors", "held.0.even")
             None,
         ),  # the same size, other numbers: only hashes tell
         (index_changed((*EVEN, "chunks"), 3), "held.shards.json cannot be read"),
-        (index_changed((*EVEN, "dtype"), "F32"), "is of torch.complex64, not torch.float32"),
+        (index_changed((*EVEN, "dtype"), "F32"), f"is of {DTYPES['even']}, not torch.float32"),
         (lambda content: content.update({"held.shards.json": b"[]"}), "held.shards.json cannot be read"),
         (lambda content: content.update({"held.shards.json": b"{"}), "held.shards.json cannot be read"),
         (lambda content: content.update({SHARDS[1]: b"short"}), "in held-shard-1.safetensors, which has 5"),
