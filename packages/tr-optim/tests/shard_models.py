@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -140,6 +141,8 @@ def exchanges(model, optimizer):
 
 def run(world_size, work, *arguments, limit_s=200):
     """Return what `work(ranks, *arguments)` returned in each of so many processes."""
+    if torch.__version__.startswith("2.6."):
+        pytest.skip("fully_shard trains on the CPU from torch 2.7 on")
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(
             _enter, (world_size, folder, work, arguments), nprocs=world_size, join=False, start_method="forkserver"
