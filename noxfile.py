@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import nox
-from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -20,8 +19,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import minimums as lowest  # noqa: E402, I001
 from packages import PACKAGES, with_siblings  # noqa: E402
 from requirements import (  # noqa: E402
-    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, BACKENDS, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, PYTEST,
-    TRACKERS, TRANSFORMERS, TRANSLATION,
+    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, BACKENDS, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, OPTIMIZERS,
+    PYTEST, TRACKERS, TRANSFORMERS, TRANSLATION,
 )  # fmt: skip
 
 # uv does not read pip's configuration: hand it the folder of local wheels, where there is one.
@@ -52,7 +51,6 @@ OTHERS = ("attack", "crash", "documentation", "ecosystem", "engines", "fuzz", "k
 NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
 PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
-
 # Tests of packages about hardware that a test machine seldom has.
 HARDWARE = {
     "mps": ("packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",
@@ -61,9 +59,6 @@ HARDWARE = {
              "packages/tr-core/tests/test_single_device.py"),
 }  # fmt: skip
 MATRIX = "packages/tr-all/docs/matrix.json"
-# Libraries of optimizers, without what they require and do not use here.
-OPTIMIZERS = ("bitsandbytes", "schedulefree", "torch-optimi", "grokadamw", "galore-torch", "lomo-optim")
-NOTHING_COLLECTED = 5  # pytest's exit code
 
 
 @nox.session
@@ -163,7 +158,7 @@ def _all_packages(session: nox.Session, *constraints: str) -> None:
         try:
             tested = (f"packages/{package}/tests", *NOT_SLOW, *PARALLEL)
             session.run("pytest", *tested, *session.posargs, env=TEST_ENVIRONMENT)
-        except CommandFailed:  # the next ones are still to be known
+        except nox.command.CommandFailed:  # the next ones are still to be known
             failed.append(package)
     if failed:
         session.error(f"failed: {', '.join(failed)}")
@@ -196,7 +191,7 @@ def backend(session: nox.Session, name: str) -> None:
     if name == "cuda":  # and all that are marked, in every package, one by one: their conftest files differ
         for package in NAMES:
             marked = (f"packages/{package}/tests", "-m", "cuda", "--matrix-adds")
-            session.run(*counted, *marked, env=environment, success_codes=[0, NOTHING_COLLECTED])
+            session.run(*counted, *marked, env=environment, success_codes=[0, 5])  # 5: none collected
 
 
 def _xla(session: nox.Session, counted: list[str]) -> None:

@@ -15,6 +15,8 @@ EXAMPLE_DATA = (
 BACKENDS = ("cpu", "ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
 # What the scenarios of a backend need.
 BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
+# Libraries of optimizers, without what they require and do not use here.
+OPTIMIZERS = ("bitsandbytes", "schedulefree", "torch-optimi", "grokadamw", "galore-torch", "lomo-optim")
 
 # Optional libraries whose adapters, or values, are tested with their package; the heavier ones in `trackers`.
 ALONE_EXTRAS = {"tr-args": ("numpy",), "tr-log": ("numpy", "tensorboard"), "tr-ckpt": ("huggingface_hub",)}

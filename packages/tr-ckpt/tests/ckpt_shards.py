@@ -15,8 +15,9 @@ from torch import nn
 from tr_ckpt import CheckpointError, RNGState
 from tr_ckpt.sharded import reading, stateful
 
-TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
-trains_sharded = pytest.mark.skipif(TORCH < (2, 7), reason="fully_shard trains on the CPU from torch 2.7 on")
+trains_sharded = pytest.mark.skipif(
+    torch.__version__ < (2, 7), reason="fully_shard trains on the CPU from torch 2.7 on"
+)
 
 ROWS = 12  # of a batch: 1, 2, 3 and 4 ranks take equal shares of it
 
@@ -154,7 +155,7 @@ class Holder:
 
 SHAPES = {"even": (8, 4), "uneven": (5, 7), "few": (2, 3), "row": (1, 6), "cube": (3, 5, 4), "none": (0, 4), "one": ()}
 # gloo sends complex numbers from torch 2.9 on.
-EVEN = torch.complex64 if TORCH >= (2, 9) else torch.float64
+EVEN = torch.complex64 if torch.__version__ >= (2, 9) else torch.float64
 DTYPES = {"cube": torch.bfloat16, "few": torch.int64, "row": torch.bool, "even": EVEN}
 
 

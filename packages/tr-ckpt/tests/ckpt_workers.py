@@ -59,7 +59,7 @@ def _enter(rank: int, world_size: int, meeting: str, work: Callable[..., None], 
     STORE = dist.PrefixStore("objects", store)
     work(*arguments)
     dist.barrier()
-    if not torch.__version__.startswith("2.6."):  # there it may wait forever; the process ends without it
+    if torch.__version__ >= (2, 7):  # before, it may wait forever; the process ends without it
         dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ from support.data import samples
 from support.models import Base, Classifier, CountedSum, IgnoresCount, ReturnsTuple
 from support.runs import TORCH
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from tr_core import Trainer, TrainerCallback
 from tr_core.capture import running
@@ -647,7 +648,7 @@ def test_compiled_steps_are_close_to_ordinary_ones(both, caplog, options):
 @pytest.mark.parametrize("version", ["2.6.0+cu124", "2.6.1"])
 def test_a_compiler_that_draws_other_random_numbers_is_not_used(version, monkeypatch):
     monkeypatch.setattr(running, "cpp_compiler", lambda: "g++")
-    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     with pytest.raises(NotCapturableError, match=rf"torch {re.escape(version)} draws other random numbers"):
         running.compiled(None, [])
 

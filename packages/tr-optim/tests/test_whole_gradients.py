@@ -39,7 +39,7 @@ def test_clipping_in_the_backward_pass_is_that_of_clip_grad_norm(choice, micro_b
     optimizer.clip_to(0.01)
     clipped = train(optimizer, model, micro_batches=micro_batches, max_norm=0.01, norms=norms)
     assert not optimizer.norm_is_estimated
-    assert distance(usual, clipped) < 2e-6
+    assert distance(usual, clipped) < (1e-6 if torch.__version__ >= (2, 7) else 2e-6)  # 1.03e-6 with torch 2.6
     assert norms == pytest.approx(usual_norms, rel=1e-5)
     assert min(norms) > 0.01
     moments = [s["exp_avg"].norm().item() for s in optimizer.state.values()]

@@ -12,7 +12,7 @@ from support.models import Classifier
 from tr_core import SingleDevice, Trainer
 from tr_core.preemption.signals import SIGNALS, Interrupted
 
-TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+TORCH = torch.__version__  # compares with tuples of numbers
 
 
 def log_of(trainer, name):

@@ -33,7 +33,7 @@ def compiled(captured: Any, inputs: Sequence[torch.Tensor]) -> Call:
     """
     if cpp_compiler() is None:
         raise NotCapturableError("there is no C++ compiler (g++ or clang++)")
-    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 7):
+    if torch.__version__ < "2.7":  # compares versions
         raise NotCapturableError(
             f"inductor of torch {torch.__version__} draws other random numbers than the ordinary step; take 2.7"
         )
