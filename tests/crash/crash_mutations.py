@@ -23,7 +23,7 @@ from crash_session import Fault, Session, Tally
 from crash_training import PARTS
 
 import tr_ckpt
-from tr_ckpt import Checkpointer, files, tensor_file
+from tr_ckpt import Checkpointer, files, lock_file, tensor_file
 
 SOURCE = Path(tr_ckpt.__file__).parent
 SYNCS = ("sync", "sync_folder")
@@ -127,7 +127,8 @@ def _copy_instead_of_renaming() -> None:
             else:
                 descriptor = files.create(target / path.name)
                 files.write(descriptor, memoryview(path.read_bytes()))
-        files.remove_tree(source)
+                files.remove_file(path)  # here: other threads would wait for the recorder, which waits for this call
+        files.remove_folder(source)
 
     files.rename = copy
 
@@ -188,8 +189,9 @@ def mutations(on_the_path: set[Site]) -> list[Mutation]:
 
 
 def visited(events: list[Event]) -> set[Site]:
-    """Return the statements that synced in what was recorded."""
-    lines = {event.site for event in events if event.kind in SYNCS}
+    """Return the statements that synced in what was recorded, locks left out: a power cut ends who holds them."""
+    locks = {event.inode for event in events if event.kind == "create" and lock_file.NAME in event.path}
+    lines = {event.site for event in events if event.kind in SYNCS and event.inode not in locks}
     return {
         site
         for site in sites()

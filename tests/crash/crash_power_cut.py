@@ -19,6 +19,8 @@ from crash_process import Outcome, in_child
 from crash_session import Fault, Session, Tally, newest
 from crash_training import COMPLETE, train, watch
 
+from tr_ckpt import lock_file
+
 # So many points are one fault's work; and of so many different disks one is trained on from, to the end.
 CHUNK = 20
 TRAINED = 50
@@ -205,7 +207,7 @@ def recoveries(session: Session) -> Iterator[Fault]:
     base = run_until(session.root / "base-recovery", 7)
     whole = record(session.root / "recorded-replacing", "counted", base=base, goes_back=True)
     operations = [event for event in whole.events if event.kind in OPERATION_KINDS]
-    first = next(number for number, event in enumerate(operations, 1) if event.kind == "rename")
+    first = _renames(operations)[0]
     last = next(number for number, event in enumerate(operations, 1) if number > first and event.kind == "make_folder")
     for at in range(first, last + 1):
         yield Fault(
@@ -219,11 +221,19 @@ def recovery(session: Session) -> list[Event]:
     run = run_until(session.root / "base-sites", 7)
     events, _ = recorded(run.parent, run, **going_back(run))
     operations = [event for event in events if event.kind in OPERATION_KINDS]
-    renamed = [number for number, event in enumerate(operations, 1) if event.kind == "rename"]
     again = run_until(session.root / "base-sites-killed", 7)
-    training(again, Breaker(renamed[1] + 2), **going_back(again))  # that is after the folder was synced
+    training(again, Breaker(_renames(operations)[1] + 2), **going_back(again))  # that is after the folder was synced
     events, _ = recorded(again.parent, again)
     return events
+
+
+def _renames(operations: list[Event]) -> list[int]:
+    """Return the numbers, from 1, of the operations that rename a checkpoint."""
+    return [
+        number
+        for number, event in enumerate(operations, 1)
+        if event.kind == "rename" and lock_file.NAME not in event.path
+    ]
 
 
 OPERATION_KINDS = (
@@ -244,8 +254,8 @@ def _recovery(session: Session, base: Path, at: int, folder: Path) -> Tally:
     if second.answer != session.end:
         return Tally(1, [f"the next run {second}"])
     events += more
-    # What is cleared away, and a little more, up to the first file of the next save.
-    last = next((n for n, event in enumerate(events) if n >= killed and event.kind == "create"), len(events))
+    # What is cleared away, and a little more, up to the folder of the next save.
+    last = next(n for n, event in enumerate(events) if n >= killed and event.kind == "make_folder")
     recording = Recording("the recovery", disk, "a/run", before, events, promised=6)
     (folder / "cut").mkdir()
     return cut(session, recording, range(killed, last + 1), folder / "cut")
