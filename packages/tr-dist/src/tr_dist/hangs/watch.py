@@ -42,6 +42,7 @@ _STACKS_S = 3.0  # for the others to write their stacks
 _END_S = 10.0  # for who reports to do so
 _MOST_WARNINGS = 10
 _MOST_GONE = 3  # the first of them is the cause
+_DYING_S = 2.0  # that a process which gloo aborts takes to write its last words; its peers fail before it is gone
 
 
 def limits_of(hang_s: float | None, timeout_s: float) -> Limits:
@@ -74,6 +75,7 @@ class HangWatch:
         self._folder: str | None = None
         self._moved: tuple[Any, float] = (None, time.monotonic())
         self._failed_at: Note | None = None
+        self._lost_a_peer = False
         self._ticked_s = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -122,9 +124,10 @@ class HangWatch:
         self._progress, self._folder = progress, os.path.abspath(folder)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._failed_at = self._own_note(time.monotonic())  # before the phase is forgotten
+                self._lost_a_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
             raise
         finally:
             with self._lock:
@@ -295,10 +298,15 @@ class HangWatch:
 
     def _say_who_is_gone(self, board: Board) -> None:
         """Say which neighbours had left or died before this rank failed."""
-        now_s = time.monotonic()
-        self._table.take(board.notes(), now_s)
-        ranks = self._standings(now_s)
-        gone = sorted((each for each in ranks if each.is_gone and each.note.rank != self.rank), key=_since)
+        deadline_s = time.monotonic() + (_DYING_S if self._lost_a_peer else 0)
+        while True:
+            now_s = time.monotonic()
+            self._table.take(board.notes(), now_s)
+            ranks = self._standings(now_s)
+            gone = sorted((each for each in ranks if each.is_gone and each.note.rank != self.rank), key=_since)
+            if gone or now_s >= deadline_s:
+                break
+            time.sleep(0.05)
         if gone:
             lines = "\n".join(line(each, ranks) for each in gone[:_MOST_GONE])
             write_text(sys.stderr, f"hang watch: when rank {self.rank} failed, others were gone\n{lines}\n")
