@@ -40,6 +40,7 @@ nox > pytest packages/tr-log/tests
 ........                                  [100%]
 SKIPPED [2] packages/tr-log/tests/test_wandb_tracker.py:10: could not import 'wandb'
 ======= 440 passed, 2 skipped in 77.15s (0:01:17) =======
+W1123 17:33:16.102000 11729 torch/utils/_pytree.py:630] a library's last words
 nox > Session alone(package='tr-log') was successful in 1 minute.
 nox > Running session fuzz
 nox > pytest tests/fuzz

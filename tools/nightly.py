@@ -73,7 +73,8 @@ def findings_in(log: Sequence[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
     last = ""
     for line in log:
         if not line.startswith("nox > "):
-            last = line.strip() or last
+            if line.strip() and (_PYTEST.match(line) or not _PYTEST.match(last)):  # libraries may warn at the exit
+                last = line.strip()
             continue
         if last:  # the command before this line has ended
             results.append(_shortened(last))

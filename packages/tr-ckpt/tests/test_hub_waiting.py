@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -227,8 +228,30 @@ def test_the_process_waits_at_its_end_for_pushes_in_the_background(hub, start):
     wait_until(lambda: "waiting up to 600 s for" in output(), 60)
     gate.set()
     assert process.wait(60) == 0
+    if (3, 12) <= sys.version_info < (3, 12, 3):  # the client's threads cannot start there, which the log says
+        assert "'Without waiting' was not pushed to ci/run: RuntimeError: can't create new thread" in output()
+        return
     assert hub.titles("ci/run")[1:] == ["Training in progress, step 1", "Without waiting"]
     assert {"one.safetensors", "two.safetensors"} <= set(hub.files("ci/run"))
+
+
+def test_where_no_thread_can_be_started_pushes_run_at_once_and_in_order(monkeypatch, caplog):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    queue, pushed = push_queue.PushQueue(3, lambda left: 60.0), []
+
+    def push(label, work):
+        return queue.submit(push_queue.Push(label, work))
+
+    both = push("first", lambda: (pushed.append("first"), push("second", lambda: pushed.append("second"))))
+    assert both.result(0) is not None
+    assert push("third", lambda: 1 / 0).exception(0).args == ("division by zero",)
+    assert pushed == ["first", "second"]
+    assert not queue.is_busy()
+    assert [label for label, _ in queue.failures] == ["third"]
+    assert "'first' is pushed in the foreground: can't create new thread" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -60,6 +60,7 @@ _queues: weakref.WeakSet[PushQueue] = weakref.WeakSet()
 class PushQueue:
     """One background thread that runs pushes in the order they come, while there are any.
 
+    Where no thread can be started, as with Python 3.12.0 to 3.12.2 while the process ends, `submit` runs them.
     The thread ends with the process, even in the middle of a push: a request to a Hub that hangs cannot be ended
     otherwise. The end of the process waits for the queue for at most `exit_limit_s`.
 
@@ -84,16 +85,22 @@ class PushQueue:
 
     def submit(self, push: Push) -> Future[Any]:
         """Run `push` after those submitted before. Its failure is logged at once and added to `failures`."""
-        surplus = None
+        surplus, is_alone = None, False
         with self._changed:
             if len(self._waiting) >= self._most_waiting:
                 surplus = self._waiting.popleft()
             self._waiting.append(push)
             if self._running is None:
                 self._running = self._waiting.popleft()
-                threading.Thread(target=self._work, name="hub-push", daemon=True).start()
+                try:
+                    threading.Thread(target=self._work, name="hub-push", daemon=True).start()
+                except RuntimeError as error:
+                    logger.warning("%r is pushed in the foreground: %s", push.label, error)
+                    is_alone = True
         if surplus is not None:
             self._fail(surplus, PushError(f"{surplus.label!r} was not pushed: {self._most_waiting} newer ones wait"))
+        if is_alone:
+            self._work()
         return push.future
 
     def pending(self) -> list[Push]:
