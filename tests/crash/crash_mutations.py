@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from crash_kills import damages, kills_at_places, kills_while_replacing
-from crash_operations import Event
+from crash_operations import LOCK, Event
 from crash_order import MANIFEST, out_of_order
 from crash_power_cut import Recording, cut, record, recoveries, recovery
 from crash_process import in_child
@@ -23,7 +23,7 @@ from crash_session import Fault, Session, Tally
 from crash_training import PARTS
 
 import tr_ckpt
-from tr_ckpt import Checkpointer, files, lock_file, tensor_file
+from tr_ckpt import Checkpointer, files, tensor_file
 
 SOURCE = Path(tr_ckpt.__file__).parent
 SYNCS = ("sync", "sync_folder")
@@ -190,7 +190,7 @@ def mutations(on_the_path: set[Site]) -> list[Mutation]:
 
 def visited(events: list[Event]) -> set[Site]:
     """Return the statements that synced in what was recorded, locks left out: a power cut ends who holds them."""
-    locks = {event.inode for event in events if event.kind == "create" and lock_file.NAME in event.path}
+    locks = {event.inode for event in events if event.kind == "create" and LOCK in event.path}
     lines = {event.site for event in events if event.kind in SYNCS and event.inode not in locks}
     return {
         site

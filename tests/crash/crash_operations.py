@@ -16,6 +16,8 @@ from crash_process import die
 
 from tr_ckpt.testing import replace_operations
 
+LOCK = ".run-lock.json"  # of the run, in the folder of its checkpoints
+
 # What needs space on the disk.
 NEEDS_SPACE = ("make_folder", "create", "write", "sync", "link")
 

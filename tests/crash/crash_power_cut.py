@@ -14,12 +14,10 @@ from typing import Any
 
 from crash_disk import Disk, Tree
 from crash_kills import copied, go_on, going_back, run_until, training
-from crash_operations import Breaker, Event, Recorder, every_operation
+from crash_operations import LOCK, Breaker, Event, Recorder, every_operation
 from crash_process import Outcome, in_child
 from crash_session import Fault, Session, Tally, newest
 from crash_training import COMPLETE, train, watch
-
-from tr_ckpt import lock_file
 
 # So many points are one fault's work; and of so many different disks one is trained on from, to the end.
 CHUNK = 20
@@ -229,11 +227,7 @@ def recovery(session: Session) -> list[Event]:
 
 def _renames(operations: list[Event]) -> list[int]:
     """Return the numbers, from 1, of the operations that rename a checkpoint."""
-    return [
-        number
-        for number, event in enumerate(operations, 1)
-        if event.kind == "rename" and lock_file.NAME not in event.path
-    ]
+    return [n for n, event in enumerate(operations, 1) if event.kind == "rename" and LOCK not in event.path]
 
 
 OPERATION_KINDS = (
