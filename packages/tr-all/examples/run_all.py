@@ -175,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no example {unknown[0]!r}; there are {', '.join(EXAMPLES)}")
     outcomes = [run(name, EXAMPLES[name]) for name in names]
     print("\n" + table(outcomes))
-    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+    bad = [outcome.name for outcome in outcomes if not outcome.is_good]
+    print(f"examples {len(outcomes)}, failed or out of bounds {len(bad)}{': ' + ', '.join(bad) if bad else ''}")
+    return 1 if bad else 0
 
 
 def run(name: str, example: Example) -> Outcome:
