@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -50,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes that share the work")
     parser.add_argument("--keep", action="store_true", help="leave the folders")
     options = parser.parse_args(arguments)
+    # Under nohup, or behind a shell's `&`, these would be ignored here and in all that is started.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     root = Path(os.path.realpath(tempfile.mkdtemp(prefix="attack-")))
     try:
         return _attacks(root, options)
