@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import sys
@@ -346,6 +347,26 @@ def test_ranks_that_are_killed_at_once_leave_nothing_behind(tmp_path, monkeypatc
     with pytest.raises(RankError, match="rank 0 died .*rank 1 died"):
         run_ranks(dies, 2)
     assert not list(tmp_path.glob("*hang*"))
+
+
+def fails_while_the_other_dies(text, folder):
+    with open(f"{folder}/said", "a") as said, contextlib.redirect_stderr(said):
+        strategy = DDP(use_cpu=True, hang_timeout_s=30)
+        with strategy, strategy.watching(lambda: (5, "compute", 0), folder):
+            if strategy.rank == 1:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("gloo: connection reset by peer", "others were gone\n  rank 1 "), ("of one's own", "")]
+)
+def test_a_rank_that_fails_before_its_peer_is_gone_waits_to_say_so(text, said, tmp_path):
+    with pytest.raises(RankError, match=rf"rank 1 died|{text}"):
+        run_ranks(fails_while_the_other_dies, 2, text, str(tmp_path))
+    found = (tmp_path / "said").read_text()
+    assert said in found if said else not found
 
 
 def watched(seconds):
