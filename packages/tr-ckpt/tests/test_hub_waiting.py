@@ -253,6 +253,13 @@ def test_where_no_thread_can_be_started_pushes_run_at_once_and_in_order(monkeypa
     assert [label for label, _ in queue.failures] == ["third"]
     assert "'first' is pushed in the foreground: can't create new thread" in caplog.text
 
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        push("fourth", interrupt)
+    assert not queue.is_busy(), "the end of the process waits for nothing"
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_waits_for_no_push(hub, start):

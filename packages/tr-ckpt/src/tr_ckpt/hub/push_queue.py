@@ -100,7 +100,11 @@ class PushQueue:
         if surplus is not None:
             self._fail(surplus, PushError(f"{surplus.label!r} was not pushed: {self._most_waiting} newer ones wait"))
         if is_alone:
-            self._work()
+            try:
+                self._work()
+            except BaseException:  # such as Ctrl-C: no thread is left to wait for
+                self.give_up("it was interrupted")
+                raise
         return push.future
 
     def pending(self) -> list[Push]:
