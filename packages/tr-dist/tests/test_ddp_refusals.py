@@ -152,7 +152,11 @@ def test_a_buffer_that_cannot_be_sent_is_named_with_what_to_do(dtype):
         _step(strategy.prepare(model), strategy)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.bfloat16])
+SENT = [torch.int8, torch.uint8, torch.int32, torch.bool, torch.bfloat16]
+SENT += [torch.complex64] if torch.__version__ >= (2, 9) else []  # gloo of an older torch moves none
+
+
+@pytest.mark.parametrize("dtype", SENT)
 def test_buffers_of_other_types_are_sent(dtype):
     with DDP(use_cpu=True) as strategy:
         _step(strategy.prepare(with_a_buffer(dtype)), strategy)
