@@ -407,3 +407,89 @@ def test_callbacks_begin_anew_where_that_is_asked_for(tmp_path, caplog):
         trainer.train(resume_from_checkpoint=True)
     assert counter.count == 2
     assert "restore_callback_states_from_checkpoint=False: Counter, EarlyStoppingCallback start over" in caplog.text
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize("data", [None, Stream(), SizedStream()], ids=["map", "stream", "sized stream"])
+@pytest.mark.parametrize("skips", [True, False], ids=["skipped", "from the beginning of the epoch"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"per_device_train_batch_size": 2}),
+        ({}, {"per_device_train_batch_size": 8}),
+        ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 1}),
+        ({}, {"gradient_accumulation_steps": 3}),
+    ],
+    ids=["half the batch", "twice the batch", "half the accumulation", "more accumulation"],
+)
+def test_a_run_of_a_number_of_steps_ends_there_whatever_changed_at_its_resume(tmp_path, data, skips, before, after):
+    length = {"max_steps": 30}
+    save(tmp_path, 26, data=data, **length, **before)
+    trainer, used = resume(tmp_path, data=data, ignore_data_skip=not skips, **length, **after)
+    assert trainer.state.global_step == trainer.state.max_steps == 30
+    assert list(used) == [26, 27, 28, 29]
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+def test_a_run_of_epochs_that_goes_on_with_a_number_of_steps_ends_there(tmp_path):
+    save(tmp_path, 15)
+    trainer, used = resume(tmp_path, max_steps=30, per_device_train_batch_size=2)
+    assert list(used) == list(range(15, 30))
+
+
+def test_a_run_of_a_number_of_steps_goes_on_to_its_end_with_more_data(tmp_path):
+    save(tmp_path, 30, max_steps=40)
+    trainer, _ = resume(tmp_path, data=rows(400), max_steps=40)
+    assert trainer.state.global_step == 40
+    assert trainer.state.num_train_epochs == 4
+
+
+@pytest.mark.parametrize(("size", "epochs"), [(2, 3), (4, 4), (8, 5)])
+def test_the_state_says_how_many_epochs_a_run_of_a_number_of_steps_comes_to(tmp_path, size, epochs):
+    save(tmp_path, 25, max_steps=35)
+    trainer, _ = resume(tmp_path, max_steps=35, per_device_train_batch_size=size)
+    assert math.ceil(trainer.state.epoch) == trainer.state.num_train_epochs == epochs
+
+
+class TwoStepsAnEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+@pytest.mark.parametrize("data", [None, Stream(), SizedStream()], ids=["map", "stream", "sized stream"])
+def test_epochs_that_a_callback_ends_end_no_run_of_a_number_of_steps(tmp_path, data):
+    trainer = build(tmp_path, [TwoStepsAnEpoch()], data=data, max_steps=24, save_strategy="no")
+    trainer.train()
+    assert trainer.state.global_step == 24
+
+
+@pytest.mark.parametrize(("size", "last"), [(2, 25), (4, 20), (8, 18)])
+def test_an_epoch_that_begins_again_leaves_a_run_of_epochs_as_many_samples_as_before(tmp_path, size, last):
+    save(tmp_path, 15)
+    changed = {"per_device_train_batch_size": size, "ignore_data_skip": True}
+    trainer, used = resume(tmp_path, save_steps=16, **changed)
+    assert trainer.state.global_step == trainer.state.max_steps == last
+    assert list(used) == list(range(15, last))
+    again, _ = resume(tmp_path, 16, **changed)  # unchanged from there
+    assert again.state.global_step == again.state.max_steps == last
+
+
+@pytest.mark.parametrize(("number", "last"), [(20, 20), (400, 20)])
+def test_an_epoch_that_begins_again_with_other_data_ends_when_it_says(tmp_path, number, last):
+    save(tmp_path, 13)
+    trainer, _ = resume(tmp_path, data=rows(number), ignore_data_skip=True)
+    assert trainer.state.global_step == trainer.state.max_steps
+    assert trainer.state.max_steps == min(last, 13 + math.ceil(number / 4))
+
+
+def test_a_run_without_the_flow_of_callbacks_ends_with_the_epoch_of_its_last_step(tmp_path):
+    from tr_core import DefaultFlowCallback
+
+    trainer = build(tmp_path, max_steps=15, save_strategy="no")
+    trainer.remove_callback(DefaultFlowCallback)
+    trainer.train()
+    assert trainer.state.global_step == 20

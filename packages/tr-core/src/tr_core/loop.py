@@ -28,7 +28,7 @@ _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 def run_epochs(run: Run) -> None:
     """Train from `run.position` until the plan's last step, or until a callback stops the run."""
     methods, position = run.methods, run.position
-    while position.epoch < run.plan.num_epochs and not methods.control.should_training_stop:
+    while run.has_epoch_left() and not methods.control.should_training_stop:
         first_sample, first_step = position.samples, methods.state.global_step
         if not run.is_epoch_complete():  # complete after a resume from an epoch's last step
             run.begin_epoch()

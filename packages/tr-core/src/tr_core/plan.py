@@ -18,10 +18,11 @@ class TrainingPlan:
 
     Attributes:
         max_steps: optimizer steps of the whole run.
-        num_epochs: greatest number of epochs begun.
+        num_epochs: greatest number of epochs begun; an expectation where `ends_by_steps`.
         batches_per_epoch: micro-batches that increase `state.epoch` by one.
         num_samples: samples that the whole run uses, of all ranks, as the speed metrics count them.
         samples_per_step: samples of a full step, of all ranks.
+        ends_by_steps: whether `args.max_steps` ends the run, in whatever epoch it is reached.
         accumulation: micro-batches of a full step.
         max_grad_norm: norm that gradients are clipped to; None for no clipping.
         syncs_each_batch: whether gradients are exchanged after every micro-batch, not after a step's last one only.
@@ -32,6 +33,7 @@ class TrainingPlan:
     batches_per_epoch: int
     num_samples: float
     samples_per_step: int
+    ends_by_steps: bool = False
     accumulation: int = 1
     max_grad_norm: float | None = None
     syncs_each_batch: bool = False
@@ -52,6 +54,7 @@ def make_plan(args: TrainingArguments, data: Batches) -> TrainingPlan:
     plan = partial(
         TrainingPlan,
         samples_per_step=samples_per_step,
+        ends_by_steps=args.max_steps > 0,
         accumulation=accumulation,
         max_grad_norm=args.max_grad_norm or None,
         syncs_each_batch=syncs_each_batch(args),
@@ -69,13 +72,17 @@ def make_plan(args: TrainingArguments, data: Batches) -> TrainingPlan:
             f"the training data gives no batch: {data.num_samples} samples used at {data.samples_per_micro_batch} a "
             "micro-batch; add data, lower per_device_train_batch_size, or set dataloader_drop_last=False"
         )
-    steps_per_epoch = math.ceil(data.num_batches / accumulation)
     if args.max_steps > 0:
-        epochs = math.ceil(args.max_steps / steps_per_epoch)
+        epochs = math.ceil(args.max_steps / _steps_per_epoch(args, data))
         return plan(args.max_steps, epochs, data.num_batches, float(args.max_steps * samples_per_step))
     samples = (data.num_samples or 0) * args.num_train_epochs
-    steps = math.ceil(args.num_train_epochs * steps_per_epoch)
+    steps = steps_of_epochs(args.num_train_epochs, args, data)
     return plan(steps, math.ceil(args.num_train_epochs), data.num_batches, samples)
+
+
+def steps_of_epochs(epochs: float, args: TrainingArguments, data: Batches) -> int:
+    """Count the optimizer steps of so many epochs of data of known length."""
+    return math.ceil(epochs * _steps_per_epoch(args, data))
 
 
 def steps_left(args: TrainingArguments, data: Batches, epoch: int, position: int) -> int | None:
@@ -85,14 +92,29 @@ def steps_left(args: TrainingArguments, data: Batches, epoch: int, position: int
     """
     if data.num_batches is None:
         return None
-    accumulation = args.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(data.num_batches / accumulation)
-    left_here = math.ceil((data.remaining(position) or 0) / accumulation)
+    steps_per_epoch = _steps_per_epoch(args, data)
+    left_here = _steps_left_in_epoch(args, data, position)
     later = args.num_train_epochs - epoch - 1
     if later >= 0:
         return left_here + math.ceil(later * steps_per_epoch)
     done_here = steps_per_epoch - left_here
     return max(math.ceil((args.num_train_epochs - epoch) * steps_per_epoch) - done_here, 0)
+
+
+def epochs_for(args: TrainingArguments, data: Batches, epoch: int, position: int, steps: int) -> int | None:
+    """Count the epochs begun by the time that `steps` more are done from `position` in `epoch`; None if unknown."""
+    if data.num_batches is None:
+        return None
+    later = max(steps - _steps_left_in_epoch(args, data, position), 0)
+    return epoch + 1 + math.ceil(later / _steps_per_epoch(args, data))
+
+
+def _steps_per_epoch(args: TrainingArguments, data: Batches) -> int:
+    return math.ceil((data.num_batches or 0) / args.gradient_accumulation_steps)
+
+
+def _steps_left_in_epoch(args: TrainingArguments, data: Batches, position: int) -> int:
+    return math.ceil((data.remaining(position) or 0) / args.gradient_accumulation_steps)
 
 
 _REFUSED = {

@@ -207,6 +207,12 @@ class Run:
         self.mode.record()
         self.apply_changes()
 
+    def has_epoch_left(self) -> bool:
+        """Whether another epoch begins. `max_steps` alone ends a run that it was given for, however long its epochs."""
+        if self.plan.ends_by_steps:
+            return self.methods.state.global_step < self.methods.state.max_steps
+        return self.position.epoch < self.plan.num_epochs
+
     def is_epoch_complete(self) -> bool:
         """Whether the epoch of `position` has no batch left; False if its length is unknown."""
         return self.position.samples > 0 and self.data.remaining(self.position.samples) == 0

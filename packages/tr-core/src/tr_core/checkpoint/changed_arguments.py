@@ -5,6 +5,7 @@ Every changed argument is logged. A change of the data order is refused in the m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,14 +19,25 @@ from tr_core.checkpoint.optimizer_groups import GroupChange, apply_options, chec
 from tr_core.checkpoint.settings import SAMPLES, DescribedRun, Difference, Settings
 from tr_core.evaluation.best_metric import metric_name
 from tr_core.optim.schedules import FOLLOW_METRIC
-from tr_core.plan import steps_left
+from tr_core.plan import steps_left, steps_of_epochs
 from tr_log import get_logger
 
 logger = get_logger("tr_core.trainer")
 
 
-def apply_changed_arguments(run: DescribedRun, settings: Settings, schedule_state: dict[str, Any]) -> None:
+def apply_changed_arguments(
+    run: DescribedRun, settings: Settings, schedule_state: dict[str, Any], saved_max_steps: int
+) -> int | None:
     """Apply changed arguments to the optimizer, the schedule, the data order and the best model.
+
+    Args:
+        run: the run that was restored.
+        settings: its settings, and those of the checkpoint.
+        schedule_state: the schedule's state in the checkpoint.
+        saved_max_steps: at which step the saved run would have ended.
+
+    Returns:
+        The steps from here to the end; None if the run ends at a number of steps.
 
     Raises:
         ValueError: a change prevents the run from resuming; the message names it, with both values.
@@ -34,11 +46,12 @@ def apply_changed_arguments(run: DescribedRun, settings: Settings, schedule_stat
         check_state_shapes(run.optimizer, run.methods.model)
         logger.info("the checkpoint does not say what it was trained with: schedule and groups are as saved")
         schedules.load_as_saved(run.schedule, schedule_state)
-        return
+        return _steps_left(run, None, saved_max_steps)
     differences = settings.differences()
     outcomes = resolve_order(run, settings.saved, differences)
     groups = _restore_optimizer(run, settings)
-    change = _ArgumentChanges(run, settings, {difference.name for difference in differences}, groups)
+    left = _steps_left(run, settings.saved, saved_max_steps)
+    change = _ArgumentChanges(run, settings, {difference.name for difference in differences}, groups, left)
     change.continue_schedule(schedule_state)
     change.forget_best()
     for difference in differences:
@@ -46,6 +59,7 @@ def apply_changed_arguments(run: DescribedRun, settings: Settings, schedule_stat
         logger.info("%s (%s)", difference, outcome)
     for line in change.further_lines():
         logger.info("%s (applied)", line)
+    return left
 
 
 def _restore_optimizer(run: DescribedRun, settings: Settings) -> list[GroupChange]:
@@ -66,6 +80,7 @@ class _ArgumentChanges:
     settings: Settings
     names: set[str]
     groups: Sequence[GroupChange]
+    left: int | None
     place: int | None = None
     begins_anew: bool = False
 
@@ -113,9 +128,7 @@ class _ArgumentChanges:
         if is_same_length and state is not None:
             is_same = not rates and not self.names & set(facts(type(args), Numbers.SCHEDULE))
             return None if is_same else int(state["last_epoch"])
-        by_epochs = args.max_steps <= 0 and not args.ignore_data_skip
-        left = steps_left(args, run.data, run.position.epoch, run.position.samples) if by_epochs else None
-        return self.run.methods.state.global_step if left is None else max(self.settings.steps - left, 0)
+        return self.run.methods.state.global_step if self.left is None else max(self.settings.steps - self.left, 0)
 
     def _has_another_metric(self) -> bool:
         """Whether the metric of the best model changed, so that earlier evaluations do not compare."""
@@ -171,6 +184,31 @@ class _ArgumentChanges:
         if not self.names & {"optim", *facts(type(self.run.methods.args), Numbers.OPTIMIZER)}:
             lines += [f"{c.name} of parameter group {c.group}: {c.saved} -> {c.current}" for c in self.groups]
         return lines
+
+
+def _steps_left(run: DescribedRun, saved: Mapping[str, Any] | None, saved_max_steps: int) -> int | None:
+    """Count the steps to the end of `num_train_epochs`; None if the run ends at a number of steps.
+
+    With `ignore_data_skip` the epoch begins again, but the run ends after as many samples as were left for it, and at
+    the end of its epochs at the latest.
+    """
+    args, data, position = run.methods.args, run.data, run.position
+    if args.max_steps > 0:
+        return None
+    left, step = steps_left(args, data, position.epoch, position.samples), run.methods.state.global_step
+    if left is None or not args.ignore_data_skip:
+        return left
+    planned = run.plan.max_steps - step
+    if saved is not None and (epochs := _epochs_of(saved["arguments"])) is not None:
+        samples = (saved_max_steps - step) * saved["samples_per_step"]
+        longer = run.plan.max_steps - steps_of_epochs(epochs, args, data)
+        planned = math.ceil(samples / run.plan.samples_per_step) + longer
+    return max(min(planned, left), 0)
+
+
+def _epochs_of(saved: Mapping[str, Any]) -> float | None:
+    """Return the number of epochs of a saved run; None if it was to end at a number of steps."""
+    return None if saved["max_steps"] > 0 else saved["num_train_epochs"]
 
 
 def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequence[Difference]) -> dict[str, str]:

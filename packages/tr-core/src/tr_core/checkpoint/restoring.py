@@ -12,7 +12,7 @@ from tr_core.checkpoint.changed_arguments import apply_changed_arguments
 from tr_core.checkpoint.log_files import FOLDER
 from tr_core.checkpoint.saving import checkpoint_parts
 from tr_core.checkpoint.settings import Settings
-from tr_core.plan import steps_left
+from tr_core.plan import epochs_for
 from tr_core.protocols import EvaluationWeights, Restored
 from tr_core.run import Run
 from tr_core.state import TrainerState
@@ -74,13 +74,16 @@ def _fit_to_arguments(run: Run, fresh: TrainerState, schedule_state: dict[str, A
         _adopt_found_size(run)
         fresh.train_batch_size = args.train_batch_size
     run.window.first_step, run.window.first_tokens = state.global_step, state.num_input_tokens_seen
+    saved_max_steps = state.max_steps
     for name in _FROM_ARGUMENTS:
         setattr(state, name, getattr(fresh, name))
-    apply_changed_arguments(run, cast("Settings", run.settings), schedule_state)
-    left = _steps_left(run)
+    left = apply_changed_arguments(run, cast("Settings", run.settings), schedule_state, saved_max_steps)
     if left is not None:
         state.max_steps = state.global_step + left
         run.plan = run.plan.with_max_steps(state.max_steps)
+    elif (steps := state.max_steps - state.global_step) > 0:
+        epochs = epochs_for(args, run.data, run.position.epoch, run.position.samples, steps)
+        state.num_train_epochs = epochs or state.num_train_epochs
     logger.info(
         "resuming at step %d of %d: epoch %d, sample %d",
         state.global_step,
@@ -88,14 +91,6 @@ def _fit_to_arguments(run: Run, fresh: TrainerState, schedule_state: dict[str, A
         run.position.epoch,
         run.position.samples,
     )
-
-
-def _steps_left(run: Run) -> int | None:
-    """Count the steps to the end of `num_train_epochs`; None if the run's length is a number of steps."""
-    args = run.methods.args
-    if args.max_steps > 0 or args.ignore_data_skip:
-        return None
-    return steps_left(args, run.data, run.position.epoch, run.position.samples)
 
 
 def _adopt_found_size(run: Run) -> None:
