@@ -198,6 +198,7 @@ class Checked(metaclass=CheckedType):
     num_assignments: ClassVar[int] = 0
     build_s: ClassVar[float] = 0.0
     _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _followed: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # filled in from others: the values before that
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __post_init__(self) -> None:
@@ -218,6 +219,8 @@ class Checked(metaclass=CheckedType):
             shown = "***" if spec.secret else value
             raise ArgumentsError([Problem(name, shown, str(refusal), origin)]) from None
         object.__setattr__(self, name, converted)
+        if name in self._followed:
+            self.__dict__["_followed"] = {key: value for key, value in self._followed.items() if key != name}
         if not building:
             object.__setattr__(self, "_origins", {**self._origins, name: origin})
             object.__setattr__(self, "num_assignments", self.num_assignments + 1)
@@ -234,9 +237,9 @@ class Checked(metaclass=CheckedType):
         Raises:
             ArgumentsError: with every problem.
         """
-        origins = self._origins
+        followed, self.__dict__["_followed"] = self._followed, {}
+        self.__dict__.update(followed)  # what followed from others may follow otherwise now
         self._complete()
-        object.__setattr__(self, "_origins", origins)  # nobody assigned what follows from other values
         if problems := list(self._conflicts()):
             raise ArgumentsError(problems)
         return self
@@ -245,6 +248,13 @@ class Checked(metaclass=CheckedType):
         for names, message in self._rules():
             (first, value, origin), *others = ((name, getattr(self, name), self.origin(name)) for name in names)
             yield Problem(first, value, message, origin, tuple(others))
+
+    def _follow(self, name: str, value: Any) -> None:
+        """Fill in a field whose value follows from others. A value that was assigned stays, unless it says 'unset'."""
+        before = getattr(self, name)
+        if before is None or self.origin(name) != "assignment":
+            self.__dict__["_followed"] = {name: before, **self._followed}
+            self.__dict__[name] = value
 
     def _complete(self) -> None:
         """Fill in the fields whose values follow from others."""

@@ -14,23 +14,23 @@ _METRIC_SCHEDULES = tuple(MetricSchedule)
 
 
 def fill_defaults(args: AllFields) -> None:
-    """Fill in unset arguments that follow from others; a second call changes nothing."""
+    """Fill in arguments that follow from others, again if the others have changed; an assigned value stays."""
     if args.eval_strategy != IntervalStrategy.NO:
-        args.do_eval = True
+        args._follow("do_eval", True)
     if args.eval_steps is None:
-        args.eval_steps = args.logging_steps
+        args._follow("eval_steps", args.logging_steps)
     if args.disable_tqdm is None:
-        args.disable_tqdm = args.log_level in ("error", "critical")
+        args._follow("disable_tqdm", args.log_level in ("error", "critical"))
     if args.use_cpu:
-        args.dataloader_pin_memory = False
+        args._follow("dataloader_pin_memory", False)
     if args.torch_compile_backend is not None or args.torch_compile_mode is not None:
-        args.torch_compile = True
+        args._follow("torch_compile", True)
     if args.torch_compile and args.torch_compile_backend is None:
-        args.torch_compile_backend = "inductor"
+        args._follow("torch_compile_backend", "inductor")
     if args.metric_for_best_model is None and watches_metric(args):
-        args.metric_for_best_model = "loss"
+        args._follow("metric_for_best_model", "loss")
     if args.greater_is_better is None and args.metric_for_best_model is not None:
-        args.greater_is_better = not args.metric_for_best_model.endswith(("loss", "perplexity"))
+        args._follow("greater_is_better", not args.metric_for_best_model.endswith(("loss", "perplexity")))
 
 
 def watches_metric(args: AllFields) -> bool:
