@@ -187,17 +187,3 @@ def test_no_path_of_this_machine_is_written_down():
         and pattern.search(path.read_text("utf-8"))
     ]
     assert hits == []
-
-
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("bounded_text", "tr_args"),
-        ("masking", "tr_args"),
-        ("streams", "tr_log"),
-    ],
-)
-def test_what_two_packages_have_alike_on_purpose_stays_alike(name, package):
-    folders = (ROOT / f"packages/{owner.replace('_', '-')}/src/{owner}" for owner in (package, "tr_dist"))
-    mine, theirs = ((folder / f"{name}.py").read_text() for folder in folders)
-    assert mine.replace(f"tr_dist/{name}", f"{package}/{name}").replace(f"{package}.", "tr_dist.") == theirs

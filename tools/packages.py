@@ -39,12 +39,12 @@ class Package:
 
 
 PACKAGES = (
-    Package("tr-args", torch=False),
     Package("tr-log", torch=False),
+    Package("tr-args", siblings=("tr-log",), torch=False),
     Package("tr-core", siblings=("tr-args", "tr-log")),
     Package("tr-ckpt"),
     Package("tr-optim"),
-    Package("tr-dist"),
+    Package("tr-dist", siblings=("tr-log",)),
     Package("tr-all", siblings=("tr-args", "tr-log", "tr-core", "tr-ckpt", "tr-optim", "tr-dist")),
 )
 

@@ -112,7 +112,7 @@ def released(tmp_path_factory):
     place.git("add", "--all")
     place.git("commit", "--quiet", "-m", "Everything")
     place.index.mkdir()
-    for name in ("tr-args", "tr-log", "tr-core"):
+    for name in ("tr-log", "tr-args", "tr-core"):
         place.release(name, "first")
         place.build(name)
     return folder

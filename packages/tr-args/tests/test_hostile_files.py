@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
-from tr_args import ArgumentParser, ArgumentsError, TrainingArguments, bounded_text
+from tr_args import ArgumentParser, ArgumentsError, TrainingArguments
 from tr_args.files import read_mapping
 from tr_args.flags import FlagTable
 from tr_args.types.optimizer_options import parse_optim_args
@@ -96,19 +95,6 @@ def test_a_key_that_is_overridden_beside_a_merge_is_not_there_twice(tmp_path):
     text = "b: &b {a: 1}\nfirst: {x: &m {<<: *b, a: 2}}\ntop: {<<: *m}\n"
     (tmp_path / "x.yaml").write_text(text)
     assert read_mapping(tmp_path / "x.yaml")["top"] == {"a": 2}
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_a_pipe_is_read_and_one_that_nobody_writes_to_is_given_up(tmp_path, monkeypatch):
-    pipe = tmp_path / "x.yaml"
-    os.mkfifo(pipe)
-    monkeypatch.setattr(bounded_text, "PIPE_PATIENCE_S", 0.2)
-    with pytest.raises(ArgumentsError, match=r"is a pipe to whose end nothing came within 0\.2 s"):
-        read_mapping(pipe)
-    monkeypatch.setattr(bounded_text, "PIPE_PATIENCE_S", 60.0)
-    writer = threading.Thread(target=pipe.write_text, args=("seed: 7\n",), daemon=True)
-    writer.start()
-    assert read_mapping(pipe) == {"seed": 7}
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

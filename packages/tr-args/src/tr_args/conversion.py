@@ -18,10 +18,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from tr_args.bounded_text import ContentError, load_json, number
 from tr_args.constraints import Constraint
 from tr_args.errors import RefusedError, did_you_mean, show
 from tr_args.schema import FieldSpec, schema
+from tr_log.bounded_text import ContentError, load_json, number
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "t", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "n", "f", "0"})

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tr_args.bounded_text import printable
-from tr_args.masking import MASK, is_secret_name, mask_secrets
+from tr_log.bounded_text import printable
+from tr_log.masking import MASK, is_secret_name, mask_secrets
 
 # Shorter names are part of too many others to be a hint.
 LEAST_PART = 5

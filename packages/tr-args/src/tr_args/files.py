@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_args.bounded_text import MOST_LEVELS, ContentError, check_depth, load_json, number, read_text
 from tr_args.checked import Given, without_aliases
 from tr_args.constraints import Constraint
 from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, RefusedError, closest, cut
 from tr_args.flags import FlagTable
+from tr_log.bounded_text import MOST_LEVELS, ContentError, check_depth, load_json, number, read_text
 
 # A key with more dotted parts than levels are allowed. The parser would walk through all earlier parts for each.
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""

@@ -18,8 +18,8 @@ from tr_args.checked import Checked
 from tr_args.constraints import NOT_UTF_8
 from tr_args.conversion import is_dtype
 from tr_args.errors import ArgumentsError, Problem
-from tr_args.masking import MASK, is_secret_name, mask_secrets
 from tr_args.schema import FieldSpec, schema
+from tr_log.masking import MASK, is_secret_name, mask_secrets
 
 FOLDERS = ("output_dir", "logging_dir")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from tr_args.aliases import OldNames
-from tr_args.bounded_text import load_json
 from tr_args.checked import Rule
 from tr_args.constraints import Numbers, OptionalCount
 from tr_args.fields import AllFields
@@ -17,6 +16,7 @@ from tr_args.launcher_settings import follow_launcher
 from tr_args.process import ProcessView
 from tr_args.rules import conflicts, fill_defaults
 from tr_args.serialization import Serializable
+from tr_log.bounded_text import load_json
 
 
 @dataclass(repr=False)

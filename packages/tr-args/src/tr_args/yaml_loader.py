@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from tr_args.bounded_text import BoundedYaml, ContentError, number
 from tr_args.errors import RefusedError, cut
+from tr_log.bounded_text import BoundedYaml, ContentError, number
 
 # The core schema of YAML 1.2. PyYAML follows 1.1, where `5e-5` is text, `no` is false and `1:30` is 90.
 _CORE: tuple[tuple[str, str, Sequence[str]], ...] = (

@@ -345,7 +345,7 @@ class CallbackList(EventMethods):
 
 def _defines(callback: Any, event: str) -> bool:
     method = getattr(callback, event, None)
-    # Callbacks of packages that know no sibling have methods that do nothing, for trainers that call every event.
+    # Callbacks of packages that know no Trainer have methods that do nothing, for trainers that call every event.
     does_something = method is not None and getattr(method, "is_no_event", None) is not True
     return does_something and is_overridden(callback, event, TrainerCallback)
 

@@ -23,8 +23,8 @@ from torch.nn.modules.module import (
 )
 
 from tr_args import TrainingArguments
-from tr_args.masking import mask_secrets
 from tr_core.protocols import Strategy
+from tr_log.masking import mask_secrets
 
 # Attributes that act from the next step of a run: they determine the loss, the step and the rate.
 ACTS_NEXT_STEP = frozenset(

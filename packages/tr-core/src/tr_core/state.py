@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
-from tr_args.bounded_text import ContentError, load_json
 from tr_core.checkpoint.log_files import FOLDER, LogFiles
 from tr_log import get_logger
+from tr_log.bounded_text import ContentError, load_json
 from tr_log.formatting import to_strict
 
 logger = get_logger(__name__)

@@ -19,7 +19,7 @@ from tr_dist.environment import LaunchEnvironment
 from tr_dist.hangs.watch import HangWatch, limits_of
 from tr_dist.rendezvous import meeting_place, open_store
 from tr_dist.shared_page import SharedPage, open_page
-from tr_dist.streams import flush_streams
+from tr_log.streams import flush_streams
 
 # How long a group is kept alive after it was left, in seconds. gloo's worker threads need the interpreter's lock to
 # release their last operation. If the interpreter finalizes at that moment, CPython unwinds the thread through a C++

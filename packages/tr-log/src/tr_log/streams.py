@@ -1,7 +1,4 @@
-"""Write to streams that may be closed, and give streams to a process without any.
-
-`tr_dist/streams.py` is the same on purpose: neither package imports the other.
-"""
+"""Write to streams that may be closed, and give streams to a process without any."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from json import JSONDecodeError
 from typing import Any
 
-from tr_args.bounded_text import MOST_LEVELS, ContentError, load_json, number
 from tr_args.constraints import Constraint, NonNegative
 from tr_args.conversion import convert
 from tr_args.errors import RefusedError, did_you_mean, show
+from tr_log.bounded_text import MOST_LEVELS, ContentError, load_json, number
 
 MOST_CHARACTERS = 10_000
 _OPENING = {"[": "]", "(": ")", "{": "}"}

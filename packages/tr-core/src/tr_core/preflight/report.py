@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tr_args.masking import mask_secrets
 from tr_log.formatting import duration, size
+from tr_log.masking import mask_secrets
 
 Severity = Literal["error", "warning", "info"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tr_args.bounded_text import load_json
+from tr_log.bounded_text import load_json
 from tr_log.formatting import to_json
 from tr_log.line_file import LineFile
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tr_dist.bounded_text import ContentError, load_json, read_text
+from tr_log.bounded_text import ContentError, load_json, read_text
 
 AUTO = "auto"
 _TOLERANCE = 1e-12  # for numbers that went through JSON

@@ -29,7 +29,7 @@ from tr_dist.hangs import HANG_EXIT_CODE
 from tr_dist.hangs.findings import Finding, Limits, Standing, Table, describe, judge, line
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
-from tr_dist.streams import flush_streams, write_text
+from tr_log.streams import flush_streams, write_text
 
 Progress = Callable[[], tuple[int, str, int]]
 """Returns completed steps, phase and any number that changes as the phase goes on. It is called from another thread."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from tr_dist.bounded_text import MOST_BYTES, MOST_YAML_BYTES, BoundedYaml, ContentError, load_json, read_text
 from tr_dist.launching.accelerate_plugins import (
     deepspeed_variables,
     dynamo_variables,
@@ -15,6 +14,7 @@ from tr_dist.launching.accelerate_plugins import (
     parallelism_variables,
 )
 from tr_dist.launching.launch import LaunchError
+from tr_log.bounded_text import MOST_BYTES, MOST_YAML_BYTES, BoundedYaml, ContentError, load_json, read_text
 
 _LONGEST_WORDS = 300  # of a library's message
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "XLA")

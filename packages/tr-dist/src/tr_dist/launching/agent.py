@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 from tr_dist.launching import rank as rank_file
 from tr_dist.launching.launch import Launch, LaunchError
 from tr_dist.launching.report import Ending, describe, exit_code, first_cause, read_ending
-from tr_dist.masking import mask_secrets
-from tr_dist.streams import write_text
+from tr_log.masking import mask_secrets
+from tr_log.streams import write_text
 
 # Schedulers send SIGUSR1 some minutes before they end a job.
 _PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]

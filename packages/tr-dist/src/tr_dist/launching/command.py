@@ -9,8 +9,8 @@ from typing import Any
 
 from tr_dist.launching.accelerate_file import FileSettings, interpret, read_file
 from tr_dist.launching.launch import Launch, LaunchError, visible_devices
-from tr_dist.masking import mask_secrets
-from tr_dist.streams import flush_streams
+from tr_log.masking import mask_secrets
+from tr_log.streams import flush_streams
 
 _USAGE_ERROR = 2
 _DESCRIPTION = """Start a script in several processes, here and on other machines, and restart them if asked.

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tr_dist.bounded_text import printable
-from tr_dist.masking import mask_secrets, mask_variable, mask_words
+from tr_log.bounded_text import printable
+from tr_log.masking import mask_secrets, mask_variable, mask_words
 
 
 class LaunchError(ValueError):

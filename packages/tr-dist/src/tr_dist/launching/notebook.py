@@ -24,7 +24,7 @@ from tr_dist.environment import started_processes
 from tr_dist.launching.rank import end_with
 from tr_dist.launching.report import describe, read_ending
 from tr_dist.process_group import ProcessGroup
-from tr_dist.streams import flush_streams
+from tr_log.streams import flush_streams
 
 # Seconds that the others get once one has failed: first to end by themselves, then after SIGTERM.
 _GRACE_S, _STOP_S = 2.0, 15.0

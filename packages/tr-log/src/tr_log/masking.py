@@ -1,7 +1,4 @@
-"""Mask access tokens and passwords in what is shown.
-
-`tr_dist/masking.py` is the same on purpose: neither package imports the other.
-"""
+"""Mask access tokens and passwords in what is shown."""
 
 from __future__ import annotations
 

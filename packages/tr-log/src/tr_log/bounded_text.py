@@ -1,7 +1,4 @@
-"""Read configuration files of limited size, JSON and YAML of limited depth, and YAML of limited expansion.
-
-`tr_dist/bounded_text.py` is the same on purpose: neither package imports the other.
-"""
+"""Read configuration files of limited size, JSON and YAML of limited depth, and YAML of limited expansion."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tr_args.masking import is_secret_name, mask_secrets, mask_words
+from tr_log.masking import is_secret_name, mask_secrets, mask_words
 
 ADDRESS = "https://somebody:correct-horse-battery@hub.example/owner/name?token=correct-horse-battery"
 
