@@ -61,6 +61,7 @@ HOSTILE = {
     "table.toml": ("[" + "a ." * 100_000 + "a]", "levels deep"),
     "names.json": (json.dumps({f"learning_rat{i}": i for i in range(200_000)}), "and 199,900 more"),
     "name.json": (json.dumps({"learning_rate" * 10_000: 1}), "(130,017 characters)"),
+    "merge.yaml": ("a: 1\nb: {<<: [{c: 1}, 2]}", "merges what is no mapping, on line 2"),
     "folder.yaml": (None, "is a folder"),
 }
 
@@ -95,6 +96,12 @@ def test_a_key_that_is_overridden_beside_a_merge_is_not_there_twice(tmp_path):
     text = "b: &b {a: 1}\nfirst: {x: &m {<<: *b, a: 2}}\ntop: {<<: *m}\n"
     (tmp_path / "x.yaml").write_text(text)
     assert read_mapping(tmp_path / "x.yaml")["top"] == {"a": 2}
+
+
+def test_of_merged_mappings_the_own_keys_win_and_then_the_first_that_is_named(tmp_path):
+    text = "b: &b {rate: 1, decay: 1, seed: 1}\nc: &c {rate: 2, decay: 2, more: 2}\ntop: {<<: [*b, *c], rate: 3}\n"
+    (tmp_path / "x.yaml").write_text(text)
+    assert read_mapping(tmp_path / "x.yaml")["top"] == {"rate": 3, "decay": 1, "seed": 1, "more": 2}
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

@@ -230,6 +230,21 @@ class BoundedYaml:
             self._measure(node)
         return node
 
+    def flatten_mapping(self, node: Any) -> None:
+        """Replace `<<` by the pairs that it names: a mapping's own win, then those that are named first.
+
+        PyYAML 6.0.4 tells keys apart by the identity of their text, and so lets others win.
+        """
+        own = [pair for pair in node.value if pair[0].tag != f"{_TAG}merge"]
+        for key, _ in own:
+            if key.tag == f"{_TAG}value":
+                key.tag = f"{_TAG}str"
+        merged: dict[Any, tuple[Any, Any]] = {}
+        for mapping in (one for key, value in node.value if key.tag == f"{_TAG}merge" for one in _mappings(value)):
+            self.flatten_mapping(mapping)
+            merged = {_key(pair[0]): pair for pair in mapping.value} | merged
+        node.value = list((merged | {_key(pair[0]): pair for pair in own}).values())
+
     def _measure(self, root: Any) -> None:
         """Check depth and expanded size. Visits each node once, however many aliases refer to it."""
         sizes: dict[int, tuple[int, int]] = {}  # elements and levels
@@ -274,11 +289,26 @@ class BoundedYaml:
 def _check_keys(node: Any) -> None:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = (key_node.tag, key_node.value) if key_node.id == "scalar" else id(key_node)
+        key = _key(key_node)
         if key in seen:
             shown = key_node.value if key_node.id == "scalar" else "that is a collection"
             raise ContentError(f"has the key {shown} twice (again on line {_line(key_node)}); keep one")
         seen.add(key)
+
+
+def _key(node: Any) -> Any:
+    return (node.tag, node.value) if node.id == "scalar" else id(node)
+
+
+def _mappings(node: Any) -> list[Any]:
+    """Return what `<<` names: a mapping, or each of a list of mappings."""
+    named = node.value if node.id == "sequence" else [node]
+    for each in named:
+        if each.id != "mapping":
+            raise ContentError(
+                f"merges what is no mapping, on line {_line(each)}; `<<` takes a mapping or a list of them"
+            )
+    return named
 
 
 def _children(node: Any) -> list[Any]:
