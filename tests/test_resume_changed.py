@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from changed_runs import Network, build, resume, save
 from shared.callbacks import Stop, StopAt
-from shared.data import rows
+from shared.data import SeenRows, rows
 
 from tr_core import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -493,3 +493,13 @@ def test_a_run_without_the_flow_of_callbacks_ends_with_the_epoch_of_its_last_ste
     trainer.remove_callback(DefaultFlowCallback)
     trainer.train()
     assert trainer.state.global_step == 20
+
+
+@pytest.mark.parametrize("number", [40, 48])
+def test_an_epoch_that_is_over_does_not_begin_again(tmp_path, number):
+    save(tmp_path, 10)
+    data, usual = SeenRows(rows(number)), SeenRows(rows(number))
+    trainer, _ = resume(tmp_path, data=data, ignore_data_skip=True, save_strategy="no")
+    resume(tmp_path, data=usual)
+    assert trainer.state.epoch == 2
+    assert data.seen == usual.seen

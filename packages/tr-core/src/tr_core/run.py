@@ -302,6 +302,7 @@ class Run:
             "pending": position.pending,
             "is_at_epoch_end": position.is_at_epoch_end,
             "ends_epoch_early": position.ends_epoch_early,
+            "is_epoch_complete": self.is_epoch_complete(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -314,7 +315,8 @@ class Run:
             position.is_at_epoch_end = True  # its files say that its run ended there
             self.window.last_logged_step = saved["global_step"]
             return
-        position.epoch, position.samples = state_dict["epoch"], state_dict["samples"] if skips_data else 0
+        begins_again = not skips_data and not state_dict.get("is_epoch_complete", False)
+        position.epoch, position.samples = state_dict["epoch"], 0 if begins_again else state_dict["samples"]
         self.data.restore_order(state_dict["order"], position.samples)
         self.window.last_logged_step = state_dict["last_logged_step"]
         # For the log at the end of an epoch, if the checkpoint is that of its last step.

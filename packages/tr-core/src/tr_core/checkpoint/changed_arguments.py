@@ -196,7 +196,7 @@ def _steps_left(run: DescribedRun, saved: Mapping[str, Any] | None, saved_max_st
     if args.max_steps > 0:
         return None
     left, step = steps_left(args, data, position.epoch, position.samples), run.methods.state.global_step
-    if left is None or not args.ignore_data_skip:
+    if left is None or not args.ignore_data_skip or (saved is not None and saved["is_between_epochs"]):
         return left
     planned = run.plan.max_steps - step
     if saved is not None and (epochs := _epochs_of(saved["arguments"])) is not None:
@@ -231,12 +231,12 @@ def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequ
     if is_seeded and seeds[0] != seeds[1]:  # either of the two arguments may set it
         name = "data_seed" if "data_seed" in found else "seed"
         changed[name] = found[name]
-    if args.ignore_data_skip:
-        return dict.fromkeys(changed, "applied: the epoch restarts")
     if saved["is_between_epochs"]:
         if SAMPLES in changed and run.position.samples:
             run.position.samples = run.data.num_samples or run.position.samples
         return dict.fromkeys(changed, "applied from the next epoch on")
+    if args.ignore_data_skip:
+        return dict.fromkeys(changed, "applied: the epoch restarts")
     if changed:
         raise ValueError(
             f"the checkpoint is {run.position.samples} samples into an epoch, whose order changes with "
