@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.context import ForkProcess
 
 import pytest
 import torch
@@ -153,11 +154,56 @@ def test_an_interrupt_reaches_each_process_once(tmp_path):
     script.write_text(INTERRUPTED)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
-            seen = b""
-            while seen.count(b"ready") < 2:
-                seen += process.stdout.read(6)
+            assert process.stdout.read(12) == b"ready ready "
             os.killpg(process.pid, signal.SIGINT)
             rest = process.communicate(timeout=60)[0]
         finally:
             process.kill()
     assert rest == b"told told interrupted"
+
+
+INTERRUPTED_EARLY = """
+import os, signal, sys, time
+from multiprocessing import popen_fork
+from tr_dist import notebook_launcher
+
+launch = popen_fork.Popen._launch
+
+def launch_and_interrupt(self, process):
+    launch(self, process)
+    os.write(1, b"started ")
+    os.killpg(0, signal.SIGINT)
+
+popen_fork.Popen._launch = launch_and_interrupt
+try:
+    notebook_launcher(time.sleep, (600,), num_processes=2)
+except KeyboardInterrupt:
+    os.write(1, b"interrupted")
+"""
+
+
+def test_an_interrupt_while_processes_start_ends_them_too(tmp_path):
+    script = tmp_path / "interrupted_early.py"
+    script.write_text(INTERRUPTED_EARLY)
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            said, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (said, errors) == (b"started started interrupted", b"")
+
+
+def test_processes_that_were_started_end_when_another_cannot_be(tmp_path, monkeypatch):
+    started = []
+
+    def start(self, start=ForkProcess.start):
+        if started:
+            raise OSError("Resource temporarily unavailable")
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(ForkProcess, "start", start)
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        notebook_launcher(time.sleep, (600,), num_processes=2)
+    assert started[0].exitcode == -signal.SIGTERM

@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -81,14 +83,13 @@ def notebook_launcher(
         return
     with tempfile.TemporaryDirectory(prefix="tr_notebook_") as folder:
         context: Any = multiprocessing.get_context("fork")
+        start = _Start()
         processes = [
-            context.Process(target=_become_rank, args=(rank, os.getpid(), variables, folder, function, tuple(args)))
+            context.Process(target=_become_rank, args=(rank, start, variables, folder, function, tuple(args)))
             for rank in range(count)
         ]
         flush_streams()
-        for process in processes:
-            process.start()
-        _wait(processes)
+        _run(start, processes)
         if any(process.exitcode for process in processes):
             raise NotebookError(_report(processes, folder))
 
@@ -160,21 +161,20 @@ def _set(variables: dict[str, str]) -> Any:
 
 def _become_rank(
     rank: int,
-    notebook: int,
+    start: _Start,
     variables: dict[str, str],
     folder: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     """Entry point of a spawned rank; ends the process with its exit code."""
-    os.setsid()  # an interrupt of the notebook reaches this process once, through the notebook
-    end_with(notebook, _SAVE_S)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     # Threads are not copied: a parallel operation would wait forever for the notebook's threads.
     torch.set_num_threads(1)
     _of_the_notebook.append(ProcessGroup._left)
     ProcessGroup._left = []
     try:
+        start.begin()
         function(*args)
     except SystemExit:
         raise
@@ -185,9 +185,62 @@ def _become_rank(
         sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _wait(processes: list[BaseProcess]) -> None:
-    """Wait for all processes; after a failure or an interrupt stop the others."""
+class _Start:
+    """Starts the processes, and holds an interrupt back until each can be told: it would leave them running alone.
+
+    A process inherits that it is held back until `begin`, and so loses what a terminal sends to the whole group: the
+    notebook tells it.
+    """
+
+    def __init__(self) -> None:
+        self._notebook = os.getpid()
+        self._former: Any = signal.getsignal(signal.SIGINT)
+        self._is_interrupted = False
+        self._ends = (-1, -1)
+
+    def start(self, processes: list[BaseProcess]) -> None:
+        """Start all, and wait until each has begun; then be interrupted, if the user did that meanwhile."""
+        if threading.current_thread() is not threading.main_thread():  # no other is interrupted
+            self._start(processes)
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            self._start(processes)
+        finally:
+            self._restore()
+        if self._is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+    def begin(self) -> None:
+        """In a started process: get interrupts from the notebook alone, and tell it that this one can get them."""
+        os.setsid()
+        end_with(self._notebook, _SAVE_S)
+        self._restore()
+        os.write(self._ends[1], b".")
+        for end in self._ends:
+            os.close(end)
+
+    def _start(self, processes: list[BaseProcess]) -> None:
+        for process in processes:
+            self._ends = os.pipe()
+            with open(self._ends[0], "rb") as begun:
+                try:
+                    process.start()
+                finally:
+                    os.close(self._ends[1])
+                begun.read(1)  # nothing, if it has ended
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted = True
+
+    def _restore(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if self._former is None else self._former)
+
+
+def _run(start: _Start, processes: list[BaseProcess]) -> None:
+    """Start all processes and wait for them; after a failure or an interrupt stop the others."""
     try:
+        start.start(processes)
         while running := [process for process in processes if process.is_alive()]:
             if any(process.exitcode for process in processes):  # also one that the line above found ended
                 break
@@ -214,7 +267,8 @@ def _signal(processes: list[BaseProcess], number: signal.Signals) -> None:
 def _join(processes: list[BaseProcess], within_s: float) -> None:
     end_s = time.monotonic() + within_s
     for process in processes:
-        process.join(max(0.0, end_s - time.monotonic()))
+        if process.pid is not None:  # where one could not be started, the others are stopped
+            process.join(max(0.0, end_s - time.monotonic()))
 
 
 def _report(processes: list[BaseProcess], folder: str) -> str:
