@@ -186,7 +186,7 @@ def _become_rank(
 
 
 class _Start:
-    """Starts the processes, and holds an interrupt back until each can be told: it would leave them running alone.
+    """Starts the processes, and holds an interrupt back until each can be told: they would go on without it.
 
     A process inherits that it is held back until `begin`, and so loses what a terminal sends to the whole group: the
     notebook tells it.
