@@ -186,10 +186,10 @@ def _become_rank(
 
 
 class _Start:
-    """Starts the processes, and holds an interrupt back until each can be told: they would go on without it.
+    """Starts the processes, and holds an interrupt back until each can receive it: it would be lost to them.
 
     A process inherits that it is held back until `begin`, and so loses what a terminal sends to the whole group: the
-    notebook tells it.
+    notebook passes it on.
     """
 
     def __init__(self) -> None:
