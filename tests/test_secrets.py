@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from shared.commands import TRAINER
@@ -90,6 +92,31 @@ def test_arguments_with_secrets_in_mappings_are_written_without_them():
     assert clean(text)
     assert "ours" in text
     assert args.run_name == ADDRESS
+
+
+@dataclass
+class Service:
+    passphrase: str
+    team: str = "ours"
+
+
+@dataclass
+class WithSecrets(TrainingArguments):
+    wandb_key: str = PASSWORD
+    image_token: str = "<image>"
+    service: Any = field(default_factory=lambda: [Service(PASSWORD), {"private_key": {"pem": PASSWORD}}])
+
+
+def test_arguments_of_a_subclass_are_written_without_what_is_named_as_a_secret():
+    args = WithSecrets(optim_args={"api_key": PASSWORD})
+    text = f"{args} {args.to_json_string()} {args.to_sanitized_dict()}"
+    assert clean(text), text
+    assert args.to_dict()["image_token"] == "<image>"
+    assert args.to_dict()["service"] == [{"passphrase": "***", "team": "ours"}, {"private_key": "***"}]
+    assert WithSecrets.from_dict(args.to_dict() | {"service": []}).wandb_key == PASSWORD, "its default"
+    with pytest.raises(ArgumentsError) as caught:
+        WithSecrets(wandb_key=[PASSWORD])
+    assert clean(f"{caught.value}"), caught.value
 
 
 def environment(**variables):

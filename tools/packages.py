@@ -42,7 +42,7 @@ PACKAGES = (
     Package("tr-log", torch=False),
     Package("tr-args", siblings=("tr-log",), torch=False),
     Package("tr-core", siblings=("tr-args", "tr-log")),
-    Package("tr-ckpt"),
+    Package("tr-ckpt", siblings=("tr-log",)),
     Package("tr-optim"),
     Package("tr-dist", siblings=("tr-log",)),
     Package("tr-all", siblings=("tr-args", "tr-log", "tr-core", "tr-ckpt", "tr-optim", "tr-dist")),

@@ -1,5 +1,6 @@
 import contextlib
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -123,12 +124,32 @@ def test_settings_hold_no_tokens_and_only_plain_values(tmp_path):
     }
 
 
+@dataclass
+class Described:
+    api_key: str
+
+
 def test_settings_hold_nothing_that_is_named_as_a_secret(tmp_path):
     args = SimpleNamespace(api_key="a", DB_PASSWORD="b", token="c", aws_secret="d", tokens=3, key="left")
     args.tracker = {"entity": "me", "credentials": "e", "inner": {"apikey": "f"}}
     model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"secret": "g", "size": 8}))
     kept = {"tokens": 3, "key": "left", "tracker": "{'entity': 'me', 'inner': {}}", "model/size": 8}
     assert settings(args, model) == kept
+
+
+def test_settings_have_one_rule_of_secrets_at_every_depth():
+    secret = "correct-horse-battery"
+    args = SimpleNamespace(wandb_key=secret, image_token="<image>", services=[{"api_key": secret, "name": "a"}])
+    config = {
+        "auth_map": {"x": {"private_key": secret}}, "aws_access_key_id": secret, "passphrase": secret,
+        "headers": {"authorization": secret}, "mask_token": "[MASK]", "pad_token_id": 0,
+        "storage": f"postgres://me:{secret}@db/x", "described": Described(secret),
+    }  # fmt: skip
+    assert settings(args, SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config))) == {
+        "image_token": "<image>", "services": "[{'name': 'a'}]", "model/auth_map": "{'x': {}}", "model/headers": "{}",
+        "model/mask_token": "[MASK]", "model/pad_token_id": 0, "model/storage": "postgres://***@db/x",
+        "model/described": "Described(api_key='***')",
+    }  # fmt: skip
 
 
 def test_arguments_that_describe_themselves_are_asked():

@@ -62,7 +62,7 @@ def resolve(
         try:
             values[name] = convert_field(fields[name], item.value)
         except RefusedError as refusal:
-            shown = "***" if fields[name].secret else item.value
+            shown = "***" if fields[name].hides(item.value) else item.value
             problems.append(Problem(item.name or name, shown, str(refusal), item.origin))
     missing = [name for name, spec in fields.items() if spec.required and name not in known]
     problems += [Problem(name, NOTHING, f"{name} is missing; {cls.__name__} needs it") for name in missing]
@@ -216,7 +216,7 @@ class Checked(metaclass=CheckedType):
         try:
             converted = convert_field(spec, value)
         except RefusedError as refusal:
-            shown = "***" if spec.secret else value
+            shown = "***" if spec.hides(value) else value
             raise ArgumentsError([Problem(name, shown, str(refusal), origin)]) from None
         object.__setattr__(self, name, converted)
         if name in self._followed:

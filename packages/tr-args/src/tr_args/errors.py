@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tr_log.bounded_text import printable
-from tr_log.masking import MASK, is_secret_name, mask_secrets
+from tr_log.formatting import printable
+from tr_log.masking import MASK, is_secret, mask_secrets
 
 # Shorter names are part of too many others to be a hint.
 LEAST_PART = 5
@@ -97,7 +97,7 @@ class Problem:
     others: tuple[tuple[str, Any, str], ...] = ()
 
     def __str__(self) -> str:
-        return printable(mask_secrets(self._text()))
+        return printable(mask_secrets(self._text()), lines=True)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"  # not the value itself, which may hold a secret
@@ -108,7 +108,8 @@ class Problem:
             return f"{self.origin}: {message}" if self.origin.startswith(("file", "env")) else message
         parts = ((self.field, self.value, self.origin), *self.others)
         shown = " and ".join(
-            f"{cut(name)} = {show(MASK if is_secret_name(name) else value)} ({origin})" for name, value, origin in parts
+            f"{cut(name)} = {show(MASK if is_secret(name, value) else value)} ({origin})"
+            for name, value, origin in parts
         )
         return f"{shown}: {cut(self.message, _LONGEST_MESSAGE)}"
 

@@ -132,7 +132,7 @@ class GroupedSetters:
             try:
                 convert_field(fields[name], value)
             except RefusedError as refusal:
-                shown = "***" if fields[name].secret else value
+                shown = "***" if fields[name].hides(value) else value
                 problems.append(Problem(name, shown, str(refusal), "assignment"))
         if problems:
             raise ArgumentsError(problems)

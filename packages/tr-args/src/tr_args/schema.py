@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from tr_args.constraints import Constraint, Fact
+from tr_log.masking import is_secret
 
 FactKind = TypeVar("FactKind", bound=Fact)
 
@@ -59,6 +60,10 @@ class FieldSpec:
     def secret(self) -> bool:
         """Whether the value must not be shown."""
         return any(constraint.secret for constraint in self.constraints)
+
+    def hides(self, value: Any) -> bool:
+        """Whether this value of the field must not be shown, by its constraints or by its name."""
+        return self.secret or is_secret(self.name, value)
 
     def make_default(self) -> Any:
         """Return the default. Only for fields that have one."""

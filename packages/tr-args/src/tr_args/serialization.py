@@ -19,7 +19,7 @@ from tr_args.constraints import NOT_UTF_8
 from tr_args.conversion import is_dtype
 from tr_args.errors import ArgumentsError, Problem
 from tr_args.schema import FieldSpec, schema
-from tr_log.masking import MASK, is_secret_name, mask_secrets
+from tr_log.masking import MASK, is_secret, mask_secrets
 
 FOLDERS = ("output_dir", "logging_dir")
 
@@ -70,8 +70,9 @@ class Serializable(Checked):
         `from_dict` makes equal arguments from it, except for secret values.
         """
         return {
-            name: mask(spec) if spec.secret and getattr(self, name) is not None else plain(as_given(self, name))
+            name: mask(spec) if value is not None and spec.hides(value) else plain(value)
             for name, spec in schema(type(self)).items()
+            for value in [as_given(self, name)]
         }
 
     def to_json_string(self) -> str:
@@ -90,7 +91,7 @@ class Serializable(Checked):
         Raises:
             ArgumentsError: names are unknown or values do not fit.
         """
-        masks = {name: mask(spec) for name, spec in schema(cls).items() if spec.secret}
+        masks = {name: mask(spec) for name, spec in schema(cls).items()}
         return cls(**{name: value for name, value in values.items() if name not in masks or value != masks[name]})
 
     def _derived(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _element(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _element(str(key), element) for key, element in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -135,4 +136,4 @@ def plain(value: Any) -> Any:
 
 
 def _element(name: str, value: Any) -> Any:
-    return MASK if isinstance(value, str) and value and is_secret_name(name) else plain(value)
+    return MASK if is_secret(name, value) else plain(value)

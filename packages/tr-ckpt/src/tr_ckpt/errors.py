@@ -13,24 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def printable(text: object, *, lines: bool = False) -> str:
-    r"""Return text with every character that does not print as itself in Python's notation: ESC becomes `\x1b`.
-
-    This covers characters that move the cursor, set colours, titles or the clipboard, change the direction of writing
-    or have no width, and lone surrogates. Escaping twice changes nothing more.
-
-    Args:
-        text: the value to show; `str` is applied to it.
-        lines: whether line breaks and tabs are kept.
-    """
-    text = str(text)
-    if text.isprintable():
-        return text
-    kept = "\n\t" if lines else ""
-    return "".join(
-        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
-    )
+from tr_log.formatting import printable
 
 
 def first_three(names: Sequence[str]) -> str:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tr_ckpt import discovery, files, manifest, names, reads
-from tr_ckpt.errors import CheckpointError, UnreadableError, printable
+from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.files import FileRecord, Unsynced
+from tr_log.formatting import printable
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 
 from tr_args import TrainingArguments
 from tr_core.protocols import Strategy
-from tr_log.masking import mask_secrets
+from tr_log.masking import MASK, is_secret, mask_secrets
 
 # Attributes that act from the next step of a run: they determine the loss, the step and the rate.
 ACTS_NEXT_STEP = frozenset(
@@ -117,7 +117,9 @@ def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> No
     now = values_when_built(args)
     changed = [name for name in built_with if now[name] != built_with[name]]
     if changed:
-        shown = ", ".join(f"{name} from {_shown(name, built_with)} to {_shown(name, now)}" for name in changed)
+        shown = ", ".join(
+            f"{name} from {_shown(name, built_with[name])} to {_shown(name, now[name])}" for name in changed
+        )
         raise ValueError(
             f"arguments were changed that a Trainer reads when it is built: {shown}; set them before, or build a new "
             "Trainer with these arguments"
@@ -150,8 +152,8 @@ def _wall_time(interval: Any) -> Any:
     return getattr(interval, "seconds", None)
 
 
-def _shown(name: str, values: Mapping[str, Any]) -> str:
-    return "***" if name == "hub_token" else mask_secrets(repr(values[name]))
+def _shown(name: str, value: Any) -> str:
+    return MASK if is_secret(name, value) else mask_secrets(repr(value))
 
 
 NEXT_STEP = frozenset(
@@ -338,8 +340,7 @@ class ChangeWatch:
 
 
 def _check_change(name: str, before: Any, now: Any) -> None:
-    shown = (mask_secrets(repr(before)), mask_secrets(repr(now))) if name != "hub_token" else ("***", "***")
-    change = f"args.{name} was changed from {shown[0]} to {shown[1]} during training"
+    change = f"args.{name} was changed from {_shown(name, before)} to {_shown(name, now)} during training"
     if name not in ACTING:
         instead = _INSTEAD.get(name, "set it before train()")
         raise ValueError(f"{change}; only the arguments listed in docs/changing-a-run.md may be; {instead}")

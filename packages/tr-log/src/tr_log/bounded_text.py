@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tr_log.formatting import printable
+
 MOST_BYTES = 16 << 20
 MOST_YAML_BYTES = 1 << 20  # PyYAML reads half a megabyte a second
 MOST_LEVELS = 64  # mappings and lists within each other; the deepest real configurations have six or so
@@ -30,7 +32,7 @@ class ContentError(ValueError):
     """A file or text cannot be used; the message says why and starts with a verb."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(printable(message, lines=True))
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
@@ -72,13 +74,6 @@ def load_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_int=_whole_number, parse_float=number)
     except json.JSONDecodeError as error:
         raise ContentError(f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
-
-
-def printable(text: str) -> str:
-    """Escape the control characters of a text, except line breaks and tabs, so that a terminal only shows them."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(text: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import re
 import socket
 import sys
 import time
@@ -17,8 +16,9 @@ from typing import Any
 from tr_log.formatting import printable, to_json
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
+from tr_log.masking import MASK, is_secret, mask_secrets
 from tr_log.phases import COMPUTE, active_clock
-from tr_log.tracker import SECRET_NAME, EveryEvent, settings
+from tr_log.tracker import EveryEvent, settings
 
 logger = get_logger(__name__)
 
@@ -26,7 +26,6 @@ EVENTS_FILE = "events.jsonl"
 LONGEST_TEXT = 2000
 MOST_WARNINGS = 200
 SHORTEST_SECRET = 6  # a shorter one would be replaced inside ordinary words
-_IN_ADDRESS = re.compile(r"://[^\s/@'\"?#]+@")
 _PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "peft", "trl", "numpy", "safetensors")
 _OWN = ("tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist")
 
@@ -138,8 +137,8 @@ class EventsFile(EveryEvent):
 
     def _shown(self, text: str) -> str:
         for secret in self._secrets:
-            text = text.replace(secret, "***")
-        text = _IN_ADDRESS.sub("://***@", text)
+            text = text.replace(secret, MASK)
+        text = mask_secrets(text)
         return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
 
     def _write_rates(self, step: int) -> None:
@@ -282,5 +281,5 @@ def _is_default(field: Any, value: Any) -> bool:
 def _secrets(args: Any) -> list[str]:
     """Return the values of arguments and variables whose names mean a secret: an error may quote them."""
     named = {**os.environ, **{str(name): value for name, value in getattr(args, "__dict__", {}).items()}}
-    values = {value for name, value in named.items() if SECRET_NAME.search(name) and isinstance(value, str)}
+    values = {value for name, value in named.items() if isinstance(value, str) and is_secret(name, value)}
     return sorted((value for value in values if len(value) >= SHORTEST_SECRET), key=len, reverse=True)

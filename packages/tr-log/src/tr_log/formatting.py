@@ -115,11 +115,21 @@ def value(item: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
-def printable(text: str) -> str:
-    """Return text with unprintable characters escaped, so that it cannot end a line or control a terminal."""
+def printable(text: object, *, lines: bool = False) -> str:
+    r"""Return text with every character that does not print as itself in Python's notation: ESC becomes `\x1b`.
+
+    This covers characters that move the cursor, set colours, titles or the clipboard, change the direction of writing
+    or have no width, and lone surrogates. Escaping twice changes nothing more.
+
+    Args:
+        text: the value to show; `str` is applied to it.
+        lines: whether line breaks and tabs are kept.
+    """
+    text = str(text)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def entry(logs: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,11 +9,9 @@ from typing import Any, Self
 
 from tr_log.formatting import to_scalar
 from tr_log.loggers import get_logger, warning_once
+from tr_log.masking import mask_secrets, without_secrets
 
 logger = get_logger(__name__)
-
-SECRET_NAME = re.compile(r"(^|[_/])(token|secret|password|passwd|api_?key|access_key|credentials?)$", re.IGNORECASE)
-"""Names of arguments and of variables of the environment whose values nobody may read."""
 
 
 def no_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -150,7 +147,7 @@ def settings(args: Any, model: Any = None) -> dict[str, Any]:
     """Return the settings of a run for a tracker: the arguments, and the model's configuration as `model/...`.
 
     Values are numbers, strings, booleans or None. What is named as a secret, such as `hub_token` or `api_key`, is not
-    included.
+    included, at any depth; tokens and passwords within texts are masked.
     """
     for method in ("to_sanitized_dict", "to_dict"):
         if callable(getattr(args, method, None)):
@@ -161,17 +158,11 @@ def settings(args: Any, model: Any = None) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_dict", None)):
         known = dict(known) | {f"model/{key}": value for key, value in config.to_dict().items()}
+    shown = without_secrets({key: value for key, value in known.items() if not key.startswith("_")})
     return {
-        key: value if isinstance(value, bool | int | float | str) or value is None else str(_without_secrets(value))
-        for key, value in known.items()
-        if not key.startswith("_") and not SECRET_NAME.search(key)
+        key: value if isinstance(value, bool | int | float | str) or value is None else mask_secrets(str(value))
+        for key, value in shown.items()
     }
-
-
-def _without_secrets(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_secrets(inner) for key, inner in value.items() if not SECRET_NAME.search(str(key))}
 
 
 def missing_package(package: str, extra: str) -> ImportError:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from tr_ckpt.errors import CheckpointError, printable
+from tr_ckpt.errors import CheckpointError
+from tr_log.formatting import printable
 
 ERROR = 2
 

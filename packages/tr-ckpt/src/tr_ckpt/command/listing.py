@@ -17,9 +17,10 @@ from tr_ckpt import discovery, names, part_files, reads
 from tr_ckpt.command import selection
 from tr_ckpt.command.selection import COMPLETE, DAMAGED, UNREADABLE, Entry
 from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, size_text, terminal_width
-from tr_ckpt.errors import UnreadableError, printable
+from tr_ckpt.errors import UnreadableError
 from tr_ckpt.files import BLOCK_BYTES
 from tr_ckpt.manifest import Manifest
+from tr_log.formatting import printable
 
 
 def run_ls(arguments: argparse.Namespace) -> int:

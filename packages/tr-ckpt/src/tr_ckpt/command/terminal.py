@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from tr_ckpt.errors import printable
+from tr_log.formatting import printable
 
 _GAP = "  "
 

@@ -20,9 +20,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tr_ckpt import parts, reads, untrusted
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError, printable
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from tr_ckpt.hf_import import state_files
 from tr_ckpt.names import step_of
+from tr_log.formatting import printable
 
 Key = TypeVar("Key", str, int)
 

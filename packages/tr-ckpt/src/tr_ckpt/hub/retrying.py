@@ -15,7 +15,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
 
-from tr_ckpt.errors import PushError, printable
+from tr_ckpt.errors import PushError
+from tr_log.formatting import printable
+from tr_log.masking import mask_secrets
 
 
 class Secret:
@@ -124,7 +126,10 @@ class Retrying:
 
     def _judge(self, error: Exception) -> Failure:
         return Failure(
-            printable(self._secret.hide_in(_reason(error))), _may_pass(error), _asked_s(error), _status(error)
+            printable(mask_secrets(self._secret.hide_in(_reason(error)))),
+            _may_pass(error),
+            _asked_s(error),
+            _status(error),
         )
 
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tr_log.bounded_text import printable
+from tr_log.formatting import printable
 from tr_log.masking import mask_secrets, mask_variable, mask_words
 
 
@@ -15,7 +15,7 @@ class LaunchError(ValueError):
     """A job cannot be started; the text says what to change, and shows no secret."""
 
     def __str__(self) -> str:
-        return printable(mask_secrets(super().__str__()))
+        return printable(mask_secrets(super().__str__()), lines=True)
 
 
 @dataclass(frozen=True)
