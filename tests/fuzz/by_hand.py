@@ -43,7 +43,7 @@ class ByHand:
         self.trace.watch(self.model)
 
     def train(self):
-        run, epoch, self.state.global_step, self.trace.steps, self.trace.evaluations = self.run, 0, 0, [], []
+        run, self.state.global_step, self.trace.steps, self.trace.evaluations = self.run, 0, [], []
         torch.manual_seed(run.seed)
         self.model.train()
         self.loader = None if run.loader == "trainer" else own_loader(run, self.train_dataset)
@@ -52,22 +52,49 @@ class ByHand:
         self.control.should_training_stop = self.control.should_evaluate = False
         self.tell(self, "on_train_begin")
         self.evaluate_if(run.eval_first)
-        while epoch < run.most_epochs and not self.control.should_training_stop:
-            self.control.should_epoch_stop = False
-            self.tell(self, "on_epoch_begin")
-            batches = list(self.batches(epoch))
-            for first in range(0, len(batches), run.accumulation):
-                self.step(batches[first : first + run.accumulation])
-                self.evaluate_if(False)
-                if self.control.should_epoch_stop or self.control.should_training_stop:
-                    break
-            epoch += 1
-            self.tell(self, "on_epoch_end")
-            self.evaluate_if(run.evaluation == "epoch")
+        self.last_step, epoch, samples = run.steps, 0, 0
+        while epoch < self.run.most_epochs and not self.control.should_training_stop:
+            epoch, samples = self.train_epoch(epoch, samples)
         self.trace.finish(self.model, self.optimizer)
         self.optimizer = self.lr_scheduler = None
 
-    def batches(self, epoch):
+    def train_epoch(self, epoch, samples):
+        """Train after so many samples of an epoch, to its end or to where the run changes; return where that is."""
+        run, self.control.should_epoch_stop = self.run, False
+        self.tell(self, "on_epoch_begin")
+        batches = list(self.batches(epoch, samples))
+        for first in range(0, len(batches), run.accumulation):
+            of_step = batches[first : first + run.accumulation]
+            self.step(of_step)
+            samples += sum(len(batch["labels"]) for batch in of_step)
+            self.evaluate_if(False)
+            if run.changed and self.state.global_step == run.stops[0][1]:
+                is_over = first + run.accumulation >= len(batches)
+                return self.change(*((epoch + 1, 0) if is_over else (epoch, samples)))
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        self.tell(self, "on_epoch_end")
+        self.evaluate_if(run.evaluation == "epoch")
+        return epoch + 1, 0
+
+    def change(self, epoch, samples):
+        """Go on as the resumed run does; return its place in the data."""
+        before, self.run = self.run, self.run.after_the_change()
+        run, step = self.run, self.state.global_step
+        self.train_dataset, self.loader = training_data(run), None
+        left = -(-(run.length - samples) // (run.batch * run.accumulation)) if run.data != "stream" else 0
+        left += (run.most_epochs - epoch - 1) * run.steps_per_epoch
+        if samples and run.restarts:
+            again = (run.most_epochs - epoch) * run.steps_per_epoch
+            left = min(
+                again,
+                -(-(self.last_step - step) * before.batch * before.accumulation // (run.batch * run.accumulation)),
+            )
+            samples = 0
+        self.last_step = run.max_steps if run.max_steps > 0 else step + left
+        return epoch, samples
+
+    def batches(self, epoch, samples=0):
         run, data = self.run, self.train_dataset
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
@@ -82,8 +109,9 @@ class ByHand:
         elif run.order == "random" and not run.is_stream:
             order = torch.randperm(run.length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         rows = list(data) if run.is_stream else data
-        for first in range(0, run.batches_per_epoch * run.batch, run.batch):
-            yield self.data_collator([rows[index] for index in order[first : first + run.batch]])
+        last = run.batches_per_epoch * run.batch if run.drop_last else run.length
+        for first in range(samples, last, run.batch):
+            yield self.data_collator([rows[index] for index in order[first : min(first + run.batch, last)]])
 
     def step(self, batches):
         self.tell(self, "on_step_begin")
@@ -105,7 +133,7 @@ class ByHand:
             self.lr_scheduler.step()
         self.model.zero_grad()
         self.state.global_step += 1
-        self.control.should_training_stop |= self.state.global_step == self.run.steps
+        self.control.should_training_stop |= self.state.global_step == self.last_step
         self.control.should_evaluate = self.is_due()
         self.tell(self, "on_step_end")
 

@@ -168,6 +168,29 @@ def _norm():
         yield
 
 
+@fault("changed")
+def _epochs_of_today():
+    """A resumed run ends with the epochs of its batch size."""
+
+    def has_left(before, self):
+        return before(self) and self.position.epoch < self.plan.num_epochs
+
+    with _wrapped(OurRun, "has_epoch_left", has_left):
+        yield
+
+
+@fault("changed")
+def _batches_done():
+    """The place in an epoch is the number of today's batches."""
+
+    def load(before, self, state):
+        size = state["samples"] // max(self.methods.state.global_step, 1) or 1
+        before(self, {**state, "samples": state["samples"] // size * self.data.samples_per_micro_batch})
+
+    with _wrapped(OurRun, "load_state_dict", load):
+        yield
+
+
 @fault("resumes")
 def _moments():
     """A resumed run begins with empty moments."""

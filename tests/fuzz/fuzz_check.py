@@ -63,6 +63,15 @@ def resumed(run, folder):
     return _again(run, folder, Acts(run))
 
 
+def changed(run, folder):
+    """Train with ours to where the run is stopped, and resume it as another run."""
+    before = _again(run, folder, Acts(run, run.stops[0]))
+    if before.error is not None:
+        return before
+    after = _again(run.after_the_change(), folder, Acts(run))
+    return replace(after, batches=[*before.batches, *after.batches] if after.batches else [])  # ranks tell of none
+
+
 def _again(run, folder, acts):
     if run.ranks > 1:
         return train_in_ranks(run, folder, acts.stop, "auto")
@@ -94,8 +103,8 @@ def check(run):
     """
     compared, found = [], {}
     with _folder() as folder:
-        mine = ours(run, folder / "ours")
-        if run.stops:
+        mine = changed(run, folder / "ours") if run.changed else ours(run, folder / "ours")
+        if run.stops and not run.changed:
             compared.append("uninterrupted")
             found["uninterrupted"] = _against_uninterrupted(mine, resumed(run, folder / "resumed"))
         if transformers_is_right(run):
@@ -121,8 +130,8 @@ def _may_be_refused(run, error):
 
 def _failed(trace):
     error = trace.error
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {str(error)[:300]}"
+    places = [f" at {Path(p.filename).name}:{p.lineno}" for p in traceback.extract_tb(error.__traceback__)[-1:]]
+    return f"{type(error).__name__}{''.join(places)}: {str(error)[:300]}"  # that of a rank comes without its places
 
 
 def _against_hand(run, hand, mine):

@@ -1,6 +1,8 @@
 """What a run is made of: a small set of choices, which one line of Python says."""
 
+import sys
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 LANGUAGE_MODELS = ("gpt2", "llama")
 TAKES_COUNT = ("mlp_counted", "bert", *LANGUAGE_MODELS)  # their forward may be given num_items_in_batch
@@ -19,6 +21,8 @@ class Run:
         habits: what a user does to it, by name, and the completed steps after which.
         stops: how it ends early (`raise`, `interrupt`, `signal`, `callback`), after how many steps and at which event;
             after each it is resumed.
+        changed: what the run has otherwise once it is resumed, by name.
+        restarts: whether the resumed run begins the epoch that it is in again.
         twice: whether `train` is called once more.
         ranks: processes; their batches together are `batch`.
     """
@@ -67,6 +71,8 @@ class Run:
     around: str = ""
     habits: tuple[tuple[str, int], ...] = ()
     stops: tuple[tuple[str, int, str], ...] = ()
+    changed: tuple[tuple[str, Any], ...] = ()
+    restarts: bool = False
     twice: bool = False
     ranks: int = 1
 
@@ -124,10 +130,12 @@ class Run:
 
     @property
     def most_epochs(self):
-        """Epochs after which the run ends, however short they were cut."""
-        if self.data == "stream":
-            return self.max_steps * 100
-        return _up(self.max_steps / self.steps_per_epoch) if self.max_steps > 0 else _up(self.epochs)
+        """Epochs after which the run ends, however short they were cut; a number of steps alone ends one of those."""
+        return sys.maxsize if self.max_steps > 0 else _up(self.epochs)
+
+    def after_the_change(self):
+        """Return the run as it is once it is resumed."""
+        return replace(self, **dict(self.changed), changed=(), stops=(), save="no")
 
     def plainer(self):
         """Yield this run with one choice after the other brought back, or towards, its default."""

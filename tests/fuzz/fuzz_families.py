@@ -222,6 +222,28 @@ def _resumes(rng, run):
     return replace(run, stops=tuple(sorted(_stops(rng, run), key=lambda stop: stop[1])))
 
 
+def _changed(rng, run):
+    """Runs that are stopped and go on with other batches, accumulation, ranks, data or lengths."""
+    run = replace(rng.choice([_updates, _data])(rng, run), length=rng.randint(6, 20), drop_last=False)
+    run = replace(run, model=rng.choice(["linear", "mlp", "mlp_counted"]), schedule="constant", bf16=False)
+    run = replace(run, epochs=rng.choice([2, 3]), max_steps=rng.choice([-1, rng.randint(3, 12)]))
+    run = replace(_consistent(rng, run), save="steps", save_steps=1, restarts=rng.random() < 0.3)
+    if run.steps < 2:
+        run = replace(run, max_steps=3)
+    stop = rng.randint(1, run.steps - 1)
+    choices = {"batch": rng.randint(1, 7), "accumulation": rng.randint(1, 4)}
+    if run.max_steps > 0 or rng.random() < 0.2:
+        choices["max_steps"] = rng.randint(stop + 1, stop + 12)
+    if stop % run.steps_per_epoch == 0 and not run.is_stream:
+        choices["length"] = rng.randint(2, 30)
+    names = set(rng.sample(sorted(choices), rng.randint(1, len(choices))))
+    if rng.random() < 0.02:
+        choices |= {"ranks": 2, "batch": 2 * rng.randint(1, 3)}
+        names |= {"ranks", "batch"}
+    changed = tuple((name, choices[name]) for name in sorted(names))
+    return replace(run, changed=changed, stops=(("callback", stop, "on_step_end"),))
+
+
 def _stops(rng, run):
     """Draw one or two ways in which a run ends before its end."""
     ways, events = ("raise", "raise", "callback", "interrupt", "signal"), ("on_step_end", "on_step_end", *STOPPABLE)
@@ -280,6 +302,7 @@ FAMILIES = {
     "best_resumed": (_best_resumed, 4),
     "habits": (_habits, 20),
     "resumes": (_resumes, 14),
+    "changed": (_changed, 10),
     "twice": (_twice, 4),
     "workers": (_workers, 0.4),
     "ranks": (_ranks, 0.4),

@@ -81,6 +81,7 @@ def arguments_of(run: Run, folder):
         "per_device_eval_batch_size": run.eval_batch,
         "save_strategy": run.save,
         "save_steps": run.save_steps,
+        "ignore_data_skip": run.restarts,
         "load_best_model_at_end": run.best,
         "label_smoothing_factor": 0.2 if run.loss == "smoothing" else 0.0,
     }
