@@ -1,10 +1,13 @@
 """What rank 0 learns from the files that other ranks leave, without other processes."""
 
 import json
+import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from tr_ckpt import SaveError, names, rank_records
+from tr_ckpt import Checkpointer, SaveError, names, rank_records
 from tr_ckpt.files import FileRecord
 from tr_ckpt.rank_records import RankRecords
 
@@ -37,7 +40,7 @@ def test_what_went_wrong_on_other_ranks_is_said_for_each(tmp_path):
 def test_a_rank_that_is_silent_for_too_long_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_records, "LIMIT_S", 0.05)
     leave(tmp_path, 2, {"parts": {}})
-    with pytest.raises(SaveError, match="not saved: rank 1: did not write its share within 0 s of rank 0's$"):
+    with pytest.raises(SaveError, match="not saved: rank 1: did not write its share: it gave no sign for 0 s$"):
         records(tmp_path).exchange(dict)
 
 
@@ -50,3 +53,99 @@ def test_what_rank_0_could_not_write_is_said_after_all_others_are_done(tmp_path)
 
     with pytest.raises(ValueError, match="mine"):
         records(tmp_path).exchange(fails)
+
+
+class Clock:
+    """Time that passes only in sleeps, in which other ranks do something."""
+
+    def __init__(self, monkeypatch, meanwhile):
+        self.now, self._meanwhile = 0.0, meanwhile
+        monkeypatch.setattr(rank_records, "time", self)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self._meanwhile(self.now)
+
+    def strftime(self, form):
+        return "12:00:00"
+
+
+def write_until(end_s, file, then):
+    """Return what another rank does: it gives a sign every 15 seconds, and something else at the end."""
+
+    def meanwhile(now_s):
+        if now_s >= end_s:
+            then()
+        else:
+            file.write_text(str(now_s // 15))
+
+    return meanwhile
+
+
+def test_a_rank_that_writes_for_longer_than_the_limit_is_waited_for_and_that_is_said_each_minute(
+    tmp_path, monkeypatch, caplog
+):
+    leave(tmp_path, 2, {"parts": {}})
+    over = write_until(4000, tmp_path / "rank-1.writing", lambda: leave(tmp_path, 1, {"parts": {}}))
+    Clock(monkeypatch, over)
+    assert records(tmp_path).exchange(dict) == [{}, {}, {}]
+    said = [record.getMessage() for record in caplog.records]
+    assert 60 <= len(said) <= 67
+    assert said[0].startswith(
+        "checkpoint-3: rank 0 has waited 30 s (since 12:00:00) for rank 1 (process 1 on elsewhere; "
+    )
+    assert "last sign came " in said[0]
+    assert said[0].endswith("the save fails 1800 s after the last sign, or 75 s after it if the job has lost that rank")
+
+
+def test_a_rank_that_the_job_has_lost_is_waited_for_while_it_writes(tmp_path, monkeypatch):
+    leave(tmp_path, 2, {"parts": {}})
+    clock = Clock(monkeypatch, write_until(400, tmp_path / "rank-1.writing", lambda: None))
+    made = records(tmp_path)
+    made.lost = lambda: {1: "an exchange with it failed"}
+    with pytest.raises(SaveError, match="rank 1: did not write its share: an exchange with it failed, and it gave no "):
+        made.exchange(dict)
+    assert 450 < clock.now < 520
+
+
+def test_a_rank_whose_share_is_written_waits_for_rank_0_as_long_as_that_saves(tmp_path, monkeypatch):
+    folder = tmp_path / "records"
+    folder.mkdir()
+    made = records(folder)
+    made.rank = 1
+    clock = Clock(monkeypatch, write_until(4000, folder / "rank-0.writing", lambda: shutil.rmtree(folder)))
+    made.wait_for_rank_0()
+    assert clock.now >= 4000
+
+
+def test_a_rank_0_that_gives_no_sign_is_given_up(tmp_path, monkeypatch):
+    made = records(tmp_path)
+    made.rank = 1
+    Clock(monkeypatch, lambda now_s: None)
+    with pytest.raises(SaveError, match=r"not saved: rank 0 did not finish: it gave no sign for 180\d s$"):
+        made.wait_for_rank_0()
+
+
+def test_a_rank_that_saves_gives_signs(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_records, "SIGN_S", 0.01)
+    made = records(tmp_path)
+    made.begin()
+    deadline = time.monotonic() + 60
+    with made.giving_signs():
+        while not (tmp_path / "rank-0.writing").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    last = (tmp_path / "rank-0.writing").read_text()
+    assert last
+    time.sleep(0.05)
+    assert (tmp_path / "rank-0.writing").read_text() == last
+
+
+def test_a_save_in_the_background_asks_the_strategy_whom_the_job_has_lost(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=None)
+    strategy = SimpleNamespace(rank=0, world_size=2, local_rank=0, gather_objects=lambda value: [value, value])
+    assert Checkpointer.from_arguments(args, strategy)._ranks.lost() == {}
+    strategy.lost_ranks = lambda: {1: "its process has ended"}
+    assert Checkpointer.from_arguments(args, strategy)._ranks.lost() == {1: "its process has ended"}

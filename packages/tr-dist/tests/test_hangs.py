@@ -17,6 +17,7 @@ from tr_dist.hangs import notes, watch
 from tr_dist.hangs.findings import Limits, Standing, Table, causes, describe, judge, waits_for
 from tr_dist.hangs.notes import Board, Link, Note
 from tr_dist.hangs.places import exchange_counts, machine, own_place, own_stacks, place_of, process_state
+from tr_dist.hangs.watch import HangWatch
 from tr_dist.process_group import ProcessGroup
 from tr_dist.testing import RankError, run_ranks
 
@@ -320,6 +321,64 @@ def test_machines_exchange_their_boards_through_a_store(tmp_path):
         link.stop()
     assert [[note.rank for note in notes] for notes in found] == [[1], [0]]
     assert boards[1].read("verdict") == "a hang"
+
+
+# What a save in the background asks
+
+
+NOBODY = 2**22 + 1  # no process has this number
+
+
+def watch_of(*found, silent_s=0.0):
+    """Return the watch of rank 0, which has had these notes."""
+    made = HangWatch(0, 1 + len(found), LIMITS)
+    made._table.take([made._note, *found], time.monotonic() - silent_s)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("note", "silent_s", "said"),
+    [
+        (Note(1, "elsewhere", 5), 10, None),
+        (Note(1, "elsewhere", 5), 3600, "the hang watch has had no note of it for 3600 s"),
+        (Note(1, "elsewhere", 5, left="it left the group"), 3600, None),  # it may be writing
+        (Note(1, "elsewhere", 5, left=watch._ENDED), 0, "its process has ended"),
+        (Note(1, machine(), NOBODY), 0, "its process has ended"),
+    ],
+)
+def test_a_rank_is_lost_that_is_silent_or_whose_process_has_ended(note, silent_s, said):
+    assert watch_of(note, silent_s=silent_s).lost() == ({} if said is None else {1: said})
+
+
+def test_after_a_failed_exchange_the_ranks_of_other_machines_are_lost():
+    made = watch_of(Note(1, "elsewhere", 5), Note(2, machine(), os.getpid()), silent_s=3600)
+    made.leave("it failed", failed=True, error=RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    assert made.lost() == {1: "an exchange with the ranks of other machines has failed"}
+    other = watch_of(Note(1, "elsewhere", 5), silent_s=3600)
+    other.leave("it failed", failed=True, error=ValueError("of its own"))
+    assert other.lost() == {}
+
+
+def test_other_machines_hear_of_a_process_that_ended_without_a_word(tmp_path):
+    made, sent = watch_of(), []
+    made._more, board = None, Board(tmp_path / "board", 2)
+    board.put(Note(1, machine(), NOBODY))
+
+    class Sending:
+        def exchange(self, board, notes):
+            sent.extend(notes)
+            return []
+
+    made._link = Sending()
+    made._tick(board)
+    made._tick(board)  # by now it knows the process
+    assert [(note.rank, note.left) for note in sent[-2:]] == [(0, ""), (1, "its process ended without a word")]
+    board.close()
+
+
+def test_a_group_without_a_watch_has_lost_nobody():
+    with DDP(use_cpu=True) as strategy:
+        assert strategy.lost_ranks() == {}
 
 
 # Ranks

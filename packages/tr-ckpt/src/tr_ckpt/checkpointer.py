@@ -62,6 +62,8 @@ class Checkpointer:
             constructor is collective then.
         prefix: the first part of the folders' names.
         hub: returns the repository that `restore` reads with the source `hub`.
+        lost_ranks: returns the ranks that the job has lost, and how that is known. A save in the background waits for
+            them no longer than they give signs of writing.
 
     Attributes:
         restored: what the last `restore` did; None before one, and after one that raised.
@@ -83,6 +85,7 @@ class Checkpointer:
         local_rank: int | None = None,
         prefix: str = "checkpoint",
         hub: Callable[[], HubRepository] | None = None,
+        lost_ranks: Callable[[], Mapping[int, str]] | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last} would keep no checkpoint; give 1 or more, or None to keep all")
@@ -94,7 +97,7 @@ class Checkpointer:
         self.keep_every = keep_every
         self.asynchronous = asynchronous
         self.prefix = prefix
-        self._ranks = Ranks(rank, world_size, gather_objects)
+        self._ranks = Ranks(rank, world_size, gather_objects, lost_ranks)
         if local_rank is not None and gather_objects is not None:
             self._ranks = NodeRanks.find(rank, local_rank, world_size, gather_objects)
         self._hub = hub
@@ -114,7 +117,7 @@ class Checkpointer:
             args: training arguments: `save_total_limit` (None, 0 or less keeps all) and, if they exist,
                 `save_keep_every` and `save_async`.
             collectives: has `rank`, `world_size` and `gather_objects(value)`; `local_rank` where
-                `save_on_each_node` is set.
+                `save_on_each_node` is set. `lost_ranks()`, if it has that, says who need not be waited for.
         """
         limit = args.save_total_limit
         made = cls(
@@ -127,6 +130,7 @@ class Checkpointer:
             gather_objects=collectives.gather_objects if collectives.world_size > 1 else None,
             local_rank=collectives.local_rank if getattr(args, "save_on_each_node", False) else None,
             hub=lambda: HubRepository.from_arguments(args),
+            lost_ranks=getattr(collectives, "lost_ranks", None),
         )
         if made._ranks.rank == 0 and getattr(args, "save_strategy", None) != "no":
             files.warn_if_unsynced(made.directory)  # now, not at the first save

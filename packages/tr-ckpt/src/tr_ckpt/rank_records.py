@@ -5,7 +5,7 @@ each rank leaves a small file in a folder that rank 0 made for this save, and ra
 
 | file | rank 1 |
 |---|---|
-| `rank-1.writing` | has begun |
+| `rank-1.writing` | has begun; the content changes while it saves |
 | `rank-1.json` | is done: what it wrote, or why it could not |
 | `rank-1.failed` | could not write even that |
 
@@ -17,9 +17,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,17 @@ from tr_ckpt.files import FileRecord
 # What one rank wrote: its files by part.
 Written = dict[str, dict[str, FileRecord]]
 
-# How long rank 0 waits for a rank after its own write, and the others for rank 0: ranks may write to disks of very
-# different speed. A rank of this machine that ended is noticed at once.
+logger = logging.getLogger(__name__)
+
+# How long a rank is waited for that gives no sign: one that saves does, however slow its disk is. A rank of this
+# machine that ended is noticed at once.
 LIMIT_S = 30 * 60
+# How often a rank gives a sign, and others look for it.
+SIGN_S = 15.0
+# How long a rank that the job has lost may give none: as long as the lock of a run's folder.
+LOST_S = 75.0
+# When a wait is logged, and how often again.
+SAY_S, SAY_AGAIN_S = 30.0, 60.0
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.005, 0.5
 
@@ -47,6 +58,7 @@ class RankRecords:
 
     Attributes:
         processes: the processes of the ranks, in rank order; set before the exchange.
+        lost: returns the ranks that the job has lost, and how that is known.
     """
 
     def __init__(self, name: str, folder: Path, rank: int) -> None:
@@ -54,6 +66,7 @@ class RankRecords:
         self.folder = folder
         self.rank = rank
         self.processes: list[names.Process] = []
+        self.lost: Callable[[], Mapping[int, str]] = dict
 
     @classmethod
     def make(cls, directory: Path, name: str) -> RankRecords:
@@ -69,6 +82,37 @@ class RankRecords:
     def begin(self) -> None:
         """Record that this rank will write."""
         os.close(files.create(self.folder / f"rank-{self.rank}.writing"))
+
+    @contextmanager
+    def giving_signs(self) -> Iterator[None]:
+        """Show the other ranks in a block that this one saves, by a thread that changes its file."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._give_signs, args=(over,), name=f"signs of {self.name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # as while the interpreter exits: then the limit counts from the beginning
+            over.set()
+        try:
+            yield
+        finally:
+            if not over.is_set():
+                over.set()
+                thread.join(SIGN_S)  # no longer: a disk may not answer
+
+    def _give_signs(self, over: threading.Event) -> None:
+        number = 0
+        while not over.wait(SIGN_S):
+            number += 1
+            # Not one of the operations of `files`: this write may be lost. The file is not made again.
+            with contextlib.suppress(OSError):
+                descriptor = os.open(self._sign_of(self.rank), os.O_WRONLY)
+                try:
+                    os.write(descriptor, str(number).encode())
+                finally:
+                    os.close(descriptor)  # NFS shows the write to other machines only after this
+
+    def _sign_of(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.writing"
 
     def exchange(self, write: Callable[[], Written]) -> list[Written]:
         """Write this rank's share and leave a record of it.
@@ -110,17 +154,18 @@ class RankRecords:
         """Wait until rank 0 is done.
 
         Raises:
-            SaveError: rank 0 ended earlier, or takes too long.
+            SaveError: rank 0 ended earlier, or gives no sign for too long.
         """
-        for seconds in _delays():
+        patience = _Patience(self, {0})
+        for _ in _delays():
             # A disk that does not answer is no evidence; the process shows whether rank 0 is alive.
             with contextlib.suppress(UnreadableError), reads.at_once():
                 if not reads.is_there(self.folder):
                     return
             if names.is_gone(self.processes[0]):
                 raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
-            if seconds > LIMIT_S:
-                raise SaveError(f"{self.name} was not saved: rank 0 did not finish within {seconds:.0f} s")
+            for why in patience.given_up({0}).values():
+                raise SaveError(f"{self.name} was not saved: rank 0 did not finish: {why}")
 
     def _tell(self, write: Callable[[], Written]) -> None:
         try:
@@ -149,7 +194,9 @@ class RankRecords:
         found: dict[int, Written] = {}
         failed: dict[int, str] = {}
         missing = set(range(1, len(self.processes)))
-        for seconds in _delays():
+        patience = _Patience(self, missing)
+        for _ in _delays():
+            given_up = patience.given_up(missing)
             gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
             present = reads.names_in(self.folder)  # listed after asking who is gone, so it holds all their files
             if not present:  # the folder is gone: each rank began by leaving a file there
@@ -164,12 +211,69 @@ class RankRecords:
                     failed[rank] = "could not write its share, nor why: see what it logged"
                 elif rank in gone:
                     failed[rank] = "its process ended before it had written its share"
-                elif seconds > LIMIT_S:
-                    failed[rank] = f"did not write its share within {seconds:.0f} s of rank 0's"
+                elif rank in given_up:
+                    failed[rank] = f"did not write its share: {given_up[rank]}"
             missing -= {*found, *failed}
             if not missing:
                 break
         return [found[rank] for rank in sorted(found)], [f"rank {rank}: {failed[rank]}" for rank in sorted(failed)]
+
+
+class _Patience:
+    """Which signs ranks give that are waited for, and since when; the wait is logged.
+
+    Args:
+        records: those of the save.
+        ranks: who is waited for.
+    """
+
+    def __init__(self, records: RankRecords, ranks: Collection[int]) -> None:
+        self._records = records
+        self._begun, self._since = time.monotonic(), time.strftime("%H:%M:%S")
+        self._seen = {rank: (_sign(records, rank), self._begun) for rank in ranks}
+        self._looked, self._says_at = self._begun, self._begun + SAY_S
+
+    def given_up(self, missing: Collection[int]) -> dict[int, str]:
+        """Return who of those that are missing is waited for no longer, and why."""
+        now = time.monotonic()
+        if now - self._looked >= SIGN_S:
+            self._looked = now
+            for rank in missing:
+                sign = _sign(self._records, rank)
+                if sign != self._seen[rank][0]:
+                    self._seen[rank] = (sign, now)
+        still = {rank: now - self._seen[rank][1] for rank in missing}
+        lost = self._records.lost() if any(seconds > LOST_S for seconds in still.values()) else {}
+        if now >= self._says_at:
+            self._says_at = now + SAY_AGAIN_S
+            self._say(still)
+        over = {rank: f"it gave no sign for {seconds:.0f} s" for rank, seconds in still.items() if seconds > LIMIT_S}
+        gone = {rank: f"{lost[rank]}, and it gave no sign for {still[rank]:.0f} s"
+                for rank, seconds in still.items() if rank in lost and seconds > LOST_S}  # fmt: skip
+        return {**over, **gone}
+
+    def _say(self, still: Mapping[int, float]) -> None:
+        waited_s = time.monotonic() - self._begun
+        others = [
+            f"rank {rank} (process {self._records.processes[rank].pid} on {self._records.processes[rank].host}; its "
+            f"last sign came {seconds:.0f} s ago)"
+            for rank, seconds in sorted(still.items())[:_MOST_NAMED]
+        ]
+        more = f" and {len(still) - _MOST_NAMED} more" if len(still) > _MOST_NAMED else ""
+        logger.warning(
+            "%s: rank %d has waited %.0f s (since %s) for %s%s; the save fails %.0f s after the last sign, or %.0f s "
+            "after it if the job has lost that rank",
+            *(self._records.name, self._records.rank, waited_s, self._since, ", ".join(others), more, LIMIT_S, LOST_S),
+        )
+
+
+_MOST_NAMED = 8
+
+
+def _sign(records: RankRecords, rank: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return records._sign_of(rank).read_bytes()
+    return b""
 
 
 def _delays() -> Iterator[float]:

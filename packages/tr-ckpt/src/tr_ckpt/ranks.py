@@ -8,7 +8,7 @@ from a step that all of them have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,11 +31,13 @@ class Ranks:
         world_size: how many there are.
         gather_objects: takes a picklable value, returns those of all ranks in rank order; also acts as a
             barrier.
+        lost_ranks: returns the ranks that the job has lost, and how that is known.
     """
 
     rank: int = 0
     world_size: int = 1
     gather_objects: Callable[[Any], list[Any]] | None = None
+    lost_ranks: Callable[[], Mapping[int, str]] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -60,6 +62,10 @@ class Ranks:
     def is_one_of_several(self) -> bool:
         """Whether other groups of ranks save the same run elsewhere; see `NodeRanks`."""
         return False
+
+    def lost(self) -> Mapping[int, str]:
+        """Return those of these ranks that the job has lost, and how that is known, as far as it is."""
+        return {} if self.lost_ranks is None else self.lost_ranks()
 
     def across(self, value: T) -> list[T]:
         """Return the value of each such group; only this group's value if there are no others."""
@@ -148,7 +154,8 @@ class NodeRanks(Ranks):
             )
         if len(mine) == world_size:
             return Ranks(rank, world_size, gather_objects)
-        return cls(local_rank, len(mine), gather_objects, rank - local_rank, world_size)
+        # Those of one machine need no job to know which of them have ended.
+        return cls(local_rank, len(mine), gather_objects, first=rank - local_rank, all_processes=world_size)
 
     @property
     def number(self) -> int:

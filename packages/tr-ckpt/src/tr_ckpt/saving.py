@@ -105,6 +105,7 @@ class Saving:
             raise
         if self._records is not None:
             self._records.processes = everyone
+            self._records.lost = self._ranks.lost
         return captured
 
     def finish(self, captured: Captured) -> None:
@@ -117,7 +118,8 @@ class Saving:
             if self._records is None:
                 self._commit([self._write(captured)])
             else:
-                self._commit(self._records.exchange(lambda: self._write(captured)))
+                with self._records.giving_signs():  # rank 0 also while it waits and commits: others wait for it
+                    self._commit(self._records.exchange(lambda: self._write(captured)))
         except BaseException:
             self._discard()
             raise

@@ -355,6 +355,10 @@ class Ranks(OnDevice):
         """Return a block in which the watch for hangs gets steps and phases; see `ProcessGroup.watching`."""
         return self._group.watching(progress, folder)
 
+    def lost_ranks(self) -> dict[int, str]:
+        """Return the ranks of which the watch for hangs has lost sight, and how it knows; for a `Checkpointer`."""
+        return self._group.lost_ranks()
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it; a second call does nothing.
 

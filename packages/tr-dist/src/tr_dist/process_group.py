@@ -70,6 +70,7 @@ class ProcessGroup:
     _stuck = False
     _agreeing_groups: list[Any] = []  # what `all_reduce_max` of all objects uses, once it was made; kept alive too
     _watch: tuple[Any, HangWatch] | None = None  # the watch of a group, whoever made that
+    _former_watch: HangWatch | None = None  # what it knew when it was left: a save may go on in the background
     _left: list[tuple[float, Any]] = []  # destroyed groups that are kept alive, with the time of destruction
 
     def __init__(
@@ -120,7 +121,7 @@ class ProcessGroup:
                 f"connect to the others by {backend}: {error}; see whether every rank is running and how the "
                 "first one failed"
             ) from error
-        ProcessGroup._made_here, ProcessGroup._users = True, 0
+        ProcessGroup._made_here, ProcessGroup._users, ProcessGroup._former_watch = True, 0, None
         _register_exit()
 
     def _check_is_as_launched(self, backend: str | None) -> None:
@@ -229,6 +230,11 @@ class ProcessGroup:
             folder: for the report of a hang.
         """
         return nullcontext() if ProcessGroup._watch is None else ProcessGroup._watch[1].following(progress, folder)
+
+    def lost_ranks(self) -> dict[int, str]:
+        """Return the ranks of which the watch for hangs has lost sight, and how it knows; empty without one."""
+        watch = ProcessGroup._former_watch if ProcessGroup._watch is None else ProcessGroup._watch[1]
+        return {} if watch is None else watch.lost()
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -340,7 +346,8 @@ def _leave_watch(error: BaseException | None = None, *, failed: bool = False) ->
     if ProcessGroup._watch is not None:
         why = "it left the group" if error is None else f"{type(error).__name__}: {error}"
         # After Ctrl-C or sys.exit no other rank is the cause.
-        ProcessGroup._watch[1].leave(why, failed=isinstance(error, Exception) or (failed and error is None))
+        watch = ProcessGroup._former_watch = ProcessGroup._watch[1]
+        watch.leave(why, failed=isinstance(error, Exception) or (failed and error is None), error=error)
         ProcessGroup._watch = None
 
 

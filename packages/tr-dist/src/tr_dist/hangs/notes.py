@@ -201,12 +201,18 @@ class Link:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def exchange(self, board: Board) -> list[Note]:
-        """Send the board of this machine, add texts of the others to it, and return their notes."""
+    def exchange(self, board: Board, notes: Sequence[Note] | None = None) -> list[Note]:
+        """Send the board of this machine, add texts of the others to it, and return their notes.
+
+        Args:
+            board: that of this machine.
+            notes: what is sent of its ranks; without: what they wrote themselves.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hang watch between machines", daemon=True)
             self._thread.start()
-        self._outgoing = json.dumps({"notes": [asdict(note) for note in board.notes()], "posts": board.posts()})
+        sent = board.notes() if notes is None else notes
+        self._outgoing = json.dumps({"notes": [asdict(note) for note in sent], "posts": board.posts()})
         found: list[Note] = []
         for text in list(self._incoming.values()):
             received = json.loads(text)

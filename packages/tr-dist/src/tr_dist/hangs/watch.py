@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tr_dist.hangs import HANG_EXIT_CODE
-from tr_dist.hangs.findings import Finding, Limits, Standing, Table, describe, judge, line
+from tr_dist.hangs.findings import GONE, Finding, Limits, Standing, Table, describe, judge, line
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
 from tr_log.streams import flush_streams, write_text
@@ -40,6 +40,7 @@ _LOST_S = 30.0  # a backend mostly notices a peer that is gone, and then says wh
 _WARN_S = 30.0
 _STACKS_S = 3.0  # for the others to write their stacks
 _END_S = 10.0  # for who reports to do so
+_ENDED = "its process ended without a word"  # what the others of a machine say of it to other machines
 _MOST_WARNINGS = 10
 _MOST_GONE = 3  # the first of them is the cause
 _DYING_S = 2.0  # that a process which gloo aborts takes to write its last words; its peers fail before it is gone
@@ -127,15 +128,31 @@ class HangWatch:
         except BaseException as error:
             with self._lock:
                 self._failed_at = self._own_note(time.monotonic())  # before the phase is forgotten
-                self._lost_a_peer = isinstance(error, dist.DistError) or "gloo" in str(error)
+                self._lost_a_peer = _is_of_a_peer(error)
             raise
         finally:
             with self._lock:
                 self._note = self._own_note(time.monotonic())  # its step is still true
             self._progress, self._folder = outer
 
-    def leave(self, why: str, *, failed: bool = False) -> None:
+    def lost(self) -> dict[int, str]:
+        """Return the ranks of which the job has lost sight, and how that is known; once this one has left, fewer."""
+        with self._lock:
+            found = {}
+            for each in self._standings(time.monotonic()):
+                if each.state in GONE or each.note.left == _ENDED:
+                    found[each.note.rank] = "its process has ended"
+                elif each.note.rank == self.rank or each.note.left:
+                    continue
+                elif not self._stop.is_set() and each.silent_s > self.limits.lost_s:
+                    found[each.note.rank] = f"the hang watch has had no note of it for {each.silent_s:.0f} s"
+                elif self._lost_a_peer and each.note.machine != self._note.machine:
+                    found[each.note.rank] = "an exchange with the ranks of other machines has failed"
+            return found
+
+    def leave(self, why: str, *, failed: bool = False, error: BaseException | None = None) -> None:
         """Let the others know that this rank leaves and why, and stop; a failed one says which others are gone."""
+        self._lost_a_peer = self._lost_a_peer or _is_of_a_peer(error)
         if os.getpid() != self._note.pid:
             return  # a fork of this process ends, and the rank goes on
         self._stop.set()
@@ -181,7 +198,9 @@ class HangWatch:
         ranks, beside = self._standings(now_s), {note.rank for note in notes}
         is_first_here = _is_first(self.rank, [each for each in ranks if each.note.rank in beside])
         if is_first_here and self._link is not None:
-            self._table.take(self._link.exchange(board), now_s)
+            dead = [each.note.rank for each in ranks if each.state in GONE]
+            sent = [replace(n, left=n.left or _ENDED) if n.rank in dead else n for n in notes]
+            self._table.take(self._link.exchange(board, sent), now_s)
         if board.read(VERDICT) is not None:
             self._wait_and_end(board)
         elif is_first_here and _is_first(self.rank, ranks):
@@ -334,6 +353,11 @@ class HangWatch:
 
 
 _STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
+
+
+def _is_of_a_peer(error: BaseException | None) -> bool:
+    """Whether an error is one of an exchange, in which a peer may be gone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _is_first(rank: int, ranks: list[Standing]) -> bool:
