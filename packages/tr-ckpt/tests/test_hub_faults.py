@@ -220,8 +220,8 @@ def test_the_summary_names_every_commit_and_says_how_to_push_later(hub, tmp_path
     folder = re.escape(str(run.output_dir))
     assert re.search(
         rf"Everything is in {folder}: push it later with trainer.push_to_hub\(\), or with: hf upload ci/run '{folder}' "
-        rf"\. --revision exp --exclude '\.\*' '_\*' 'checkpoint-\*' && hf upload ci/run '{folder}/checkpoint-2' "
-        r"last-checkpoint --revision exp$",
+        rf"\. --revision exp --exclude '\.\*' '_\*' .*'wandb/\*' .*'checkpoint-\*' '\*/\.\*' .*'\*/checkpoint-\*' "
+        rf"&& hf upload ci/run '{folder}/checkpoint-2' last-checkpoint --revision exp$",
         summary,
     )
     assert hub.titles("ci/run") == ["initial commit"]

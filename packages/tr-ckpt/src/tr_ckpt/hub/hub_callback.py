@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tr_ckpt import files, names
-from tr_ckpt.errors import CheckpointError, PushError
+from tr_ckpt.errors import CheckpointError, PushError, first_three
 from tr_ckpt.hub import push_queue, snapshot
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.hub.push_queue import Push, PushQueue
+from tr_log.formatting import printable
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ def _upload_commands(
     repository: HubRepository, output_dir: Path, prefix: str, missing: Mapping[str, Path]
 ) -> list[str]:
     options = [] if repository.revision is None else ["--revision", repository.revision]
-    exclude = ["--exclude", ".*", "_*", f"{prefix}-*"]
+    inside = [f"{name}/*" if name in snapshot.TRACKERS else name for name in (*snapshot.PRIVATE_NAMES, f"{prefix}-*")]
+    exclude = ["--exclude", *inside, *(f"*/{name}" for name in inside)]
     commands = [["hf", "upload", repository.repo_id, str(output_dir), ".", *options, *exclude]]
     commands += [["hf", "upload", repository.repo_id, str(folder), path, *options] for path, folder in missing.items()]
     return [shlex.join(command) for command in commands]
@@ -82,10 +84,6 @@ MOST_WAITING = 3
 
 # How long the start of training waits to learn whether the Hub refuses the repository.
 REFUSAL_WITHIN_S = 3.0
-
-# What is not pushed with `output_dir`: checkpoints (the strategy decides), private and temporary files, and what names
-# this machine, its folders and the script.
-_AT_HOME = (".", "_", "events.jsonl", "events-", "report.html", "profile/")
 
 
 def _no_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -153,6 +151,7 @@ class HubCallback:
         self._made: Future[Any] | None = None
         self._last_push: Future[Any] | None = None
         self._lock = threading.Lock()
+        self._said: set[str] = set()  # what was left out of pushes
         self._newest: Path | None = None  # the last checkpoint, while it is not on the Hub
         self._missing: dict[str, Path] = {}  # checkpoints whose push failed, by their path on the Hub
 
@@ -231,9 +230,10 @@ class HubCallback:
         *,
         repository: HubRepository | None = None,
     ) -> str | Future[str]:
-        """Push the files of `folder`, except checkpoints and names that begin with `_` or `.`.
+        """Push the files of `folder`, except checkpoints, links out of it or to folders, and private names.
 
-        Checkpoints whose push failed before go with it.
+        Private are, at every depth, names that begin with `_` or `.`, folders of trackers, and what a run or a shell
+        leaves of crashes and logs. What is left out is logged once. Checkpoints whose push failed before go with it.
 
         Args:
             folder: the folder to push; it may change once this returns.
@@ -353,7 +353,12 @@ class HubCallback:
         return f"step {step}"
 
     def _pushed_files(self, source: Path) -> list[str]:
-        return snapshot.files_below(source, (*_AT_HOME, f"{self.prefix}-"))
+        found, left_out = snapshot.public_files(source, self.prefix)
+        new = [text for text in left_out if text not in self._said]
+        self._said.update(new)
+        if new:
+            logger.warning("not pushed with %s: %s", source, printable(first_three(new)))
+        return found
 
 
 def _succeeded(future: Future[Any] | None) -> bool:
