@@ -217,10 +217,11 @@ def test_the_logged_loss_is_that_of_the_steps_that_were_applied(make_trainer, li
     each = log_of(single, "loss")
     assert [math.isnan(loss) for loss in each] == [False, True, False, False, True, True]
     found = log_of(windows, "loss")
-    assert found[:2] == pytest.approx([each[0], (each[2] + each[3]) / 2], rel=1e-7)
+    few_roundings = 10 * 2**-23  # of float32: sums of three losses, one after the other or together
+    assert found[:2] == pytest.approx([each[0], (each[2] + each[3]) / 2], rel=few_roundings)
     assert math.isnan(found[2])
     finals = [trainer.state.log_history[-1]["train_loss"] for trainer in (single, windows)]
-    assert finals == pytest.approx([(each[0] + each[2] + each[3]) / 3] * 2, rel=1e-7)
+    assert finals == pytest.approx([(each[0] + each[2] + each[3]) / 3] * 2, rel=few_roundings)
     text = "of the 2 steps up to step {} were not applied (on_nonfinite='skip'): their loss or gradient norm was NaN"
     assert [line.partition(" or infinite")[0] for line in lines[-2:]] == [
         f"warning: 1 {text.format(2)}",

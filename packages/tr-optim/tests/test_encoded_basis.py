@@ -10,8 +10,8 @@ from tr_optim.projection.refresh import Rotation
 
 FEW_BITS = [form for form in FORMS if form != "float32"]
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256}
-LARGEST_INNER_PRODUCT = {"float32": 1e-6, "bfloat16": 4e-4, "int8": 1e-3, "int4": 4e-2}
-NORM_OF_DEVIATION = {"float32": 2e-6, "bfloat16": 1e-3, "int8": 5e-3, "int4": 1e-1}
+LARGEST_INNER_PRODUCT = {"float32": 4e-6, "bfloat16": 4e-4, "int8": 1e-3, "int4": 4e-2}
+NORM_OF_DEVIATION = {"float32": 2e-5, "bfloat16": 1e-3, "int8": 5e-3, "int4": 1e-1}
 
 
 def columns(*shape, seed=0, dtype=torch.float32):

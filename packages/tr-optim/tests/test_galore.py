@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from galore_runs import STEPS, data, distance, groups, net, run, train, weights
+from galore_runs import ALIKE, STEPS, data, distance, groups, net, run, train, weights
 from torch import nn
 
 from tr_optim import Adafactor, APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
@@ -56,7 +56,7 @@ def test_parameters_without_a_rank_are_updated_as_by_adamw():
             (model(inputs[step]) - targets[step]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert distance(weights(ours), weights(theirs)) < 1e-6
+    assert distance(weights(ours), weights(theirs)) < ALIKE
 
 
 @pytest.mark.parametrize("beta1", [None, 0.9])
@@ -68,7 +68,7 @@ def test_parameters_without_a_rank_are_updated_as_by_adafactor(beta1):
     train(galore, ours)
     adafactor.backward, adafactor.fused_in_backward = lambda loss, last: loss.backward(), False
     train(adafactor, theirs)
-    assert distance(weights(ours), weights(theirs)) < 1e-6
+    assert distance(weights(ours), weights(theirs)) < ALIKE
 
 
 def test_clipping_is_that_of_clip_grad_norm():
@@ -76,8 +76,8 @@ def test_clipping_is_that_of_clip_grad_norm():
     usual = run("step", max_norm=0.02, norms=usual_norms)
     deferred = run("deferred", max_norm=0.02, norms=deferred_norms)
     assert distance(usual, run("step")) > 1e-3  # it clipped
-    assert distance(usual, deferred) < 1e-6
-    assert usual_norms == pytest.approx(deferred_norms, rel=1e-6)
+    assert distance(usual, deferred) < ALIKE
+    assert usual_norms == pytest.approx(deferred_norms, rel=ALIKE)
 
 
 def test_a_norm_that_needs_no_clipping_changes_no_bit():
@@ -128,7 +128,7 @@ def test_the_estimated_norm_is_within_a_few_percent_and_not_biased(form, limit):
 
 
 def test_what_follows_from_noise_in_the_data_is_as_small_as_the_noise():
-    assert distance(run("deferred"), run("deferred", noise=1e-7)) < 1e-5
+    assert distance(run("deferred"), run("deferred", noise=1e-7)) < ALIKE
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_scaled_loss_gives_the_same_step():
         optimizer.clip_grad_norm(0.02)
         optimizer.step()
         optimizer.zero_grad()
-    assert distance(usual, weights(model)) < 1e-6
+    assert distance(usual, weights(model)) < ALIKE
 
 
 def test_gradients_are_freed_in_the_backward_pass():
@@ -388,7 +388,7 @@ def test_only_the_first_basis_is_of_the_first_micro_batch_where_that_is_asked_fo
     train(optimizer, model, last=1)  # one micro-batch is all
     train(expected, other, last=1)
     train(optimizer, model, first=1, micro_batches=4)
-    assert distance(weights(model), train(expected, other, first=1)) < 1e-6
+    assert distance(weights(model), train(expected, other, first=1)) < ALIKE
     from_the_first = run("deferred", micro_batches=4, refresh_from="all_but_first")
     assert 1e-4 < distance(from_the_first, run()) < 0.1
     assert distance(from_the_first, run("deferred", micro_batches=4, refresh_from="first")) > 1e-4
@@ -427,6 +427,7 @@ def test_ranks_exchange_values_of_the_dtype_that_is_asked_for(dtype):
 
     (alone, exact, _), (found, estimated, dtypes) = trained(), trained(exchange_dtype=dtype)
     assert dtypes == {getattr(torch, dtype)}
-    tolerance = 1e-6 if dtype == "float32" else 5e-3  # of steps of 1e-2
+    # Of steps of 1e-2: a number near zero may be rounded to one of the other sign, and take a step the other way.
+    tolerance = ALIKE if dtype == "float32" else 2e-2
     torch.testing.assert_close(found, alone, rtol=0, atol=tolerance)
     assert estimated == pytest.approx(exact, rel=0.2), "of two small matrices"

