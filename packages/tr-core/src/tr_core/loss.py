@@ -101,9 +101,9 @@ class LossRule:
     def count(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         """Count the targets of a step over all ranks, from host tensors; None if no batch has labels."""
         found = [self._count_one(batch.inputs) for batch in micro_batches if batch.weight > 0]
-        known = [number for number in found if number is not None]
-        if len(known) < len(found):
+        if not self._expects_labels(found, over_ranks=self._over_ranks):
             return None
+        known = [number for number in found if number is not None]
         total = torch.full((), sum(known), dtype=torch.int64, device=self._strategy.device)
         return self._strategy.sum(total) if self._over_ranks else total
 
@@ -112,12 +112,12 @@ class LossRule:
 
         None if a batch has no labels to count.
         """
-        found = [self.count_inputs(inputs) for inputs in batches]
-        known = [number.to(self._strategy.device) for number in found if number is not None]
-        if len(known) < len(found):
+        found, over_ranks = [self.count_inputs(inputs) for inputs in batches], over_ranks and self._over_ranks
+        if not self._expects_labels(found, over_ranks=over_ranks):
             return None
+        known = [number.to(self._strategy.device) for number in found if number is not None]
         total = sum(known, torch.zeros((), dtype=torch.int64, device=self._strategy.device))
-        return self._strategy.sum(total) if over_ranks and self._over_ranks else total
+        return self._strategy.sum(total) if over_ranks else total
 
     def count_inputs(self, inputs: Any) -> torch.Tensor | None:
         """Count the targets of one batch on this rank, without leaving the device; None if it has no labels."""
@@ -199,6 +199,24 @@ class LossRule:
             return True
         return divides_by_any(loss, ItemCount.reads) if ItemCount.reads else False
 
+    def _expects_labels(self, counts: Sequence[Any], *, over_ranks: bool) -> bool:
+        """Whether all batches of a step have labels, so that they are counted. `over_ranks`: as all ranks agree on it.
+
+        A rank that only takes part in the step, with none of its own samples, agrees to either.
+
+        Raises:
+            ValueError: some ranks have labels and others have not; on all ranks.
+        """
+        lacks = any(count is None for count in counts)
+        if not over_ranks:
+            return not lacks
+        # Waits on the host for the other ranks: one that has no labels must not begin a step that others count.
+        some_lack, some_have = self._strategy.all_reduce_max([lacks, bool(counts) and not lacks])()
+        if some_lack and some_have:
+            ranks = [rank for rank, of_rank in enumerate(self._strategy.gather_objects(lacks)) if of_rank]
+            raise ValueError(_some_lack_labels(ranks, self._strategy.world_size))
+        return not some_lack
+
     def _count_one(self, inputs: Any) -> int | None:
         targets = self._targets(inputs)
         return None if targets is None else int(targets.ne(IGNORED_TARGET).sum())
@@ -214,6 +232,14 @@ class LossRule:
             # The first position of a sequence is no target if the model predicts the next position.
             return labels[..., 1:]
         return labels if isinstance(labels, torch.Tensor) else None
+
+
+def _some_lack_labels(ranks: Sequence[int], world_size: int) -> str:
+    return (
+        f"rank {', '.join(map(str, ranks))} of {world_size} has a batch without labels in a step in which other ranks "
+        "have labels in all of theirs, and the loss is divided by the targets of all ranks. Give every batch labels, "
+        "-100 where there is nothing to learn, or give none"
+    )
 
 
 def _cannot_be_seen() -> str:

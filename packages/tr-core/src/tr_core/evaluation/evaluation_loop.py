@@ -14,7 +14,7 @@ from tr_args import TrainingArguments
 from tr_core.data.batches import batches_of
 from tr_core.data.limits import dev_run_batches
 from tr_core.data.sampler import MicroBatch
-from tr_core.evaluation.gather import gather_objects, gather_tree
+from tr_core.evaluation.gather import check_same_on_ranks, gather_objects, gather_tree, outline
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetrics, is_streaming
 from tr_core.evaluation.output_buffer import OutputBuffer
 from tr_core.item_count import plain
@@ -178,17 +178,20 @@ class EvaluationLoop:
         self._loss.add(loss, inputs, rows if batch.weight else 0)
         if logits is not None and methods.preprocess_logits_for_metrics is not None:
             logits = methods.preprocess_logits_for_metrics(logits, labels)
+        given = {
+            "predictions": logits,
+            "label_ids": labels,
+            "inputs": self._main_input(inputs) if "inputs" in self._wanted else None,
+            "losses": _repeat(loss, rows) if "loss" in self._wanted else None,
+        }
+        if not loss_only:
+            self._check_ranks(given, number)
         if self._streaming is not None:
             counts = batch.weight > 0
             self._streaming.update(logits, labels, counts, lambda tree: self._gather(tree, batch))
         if not self._keeps:
             return
-        kept = {
-            "predictions": self._gather(logits, batch),
-            "label_ids": self._gather(labels, batch),
-            "inputs": self._gather(self._main_input(inputs), batch) if "inputs" in self._wanted else None,
-            "losses": self._gather(_repeat(loss, rows), batch) if "loss" in self._wanted else None,
-        }
+        kept = {name: self._gather(tree, batch) for name, tree in given.items()}
         if self._by_batch is not None and kept["predictions"] is not None and kept["label_ids"] is not None:
             self._batch_metrics = self._by_batch(EvalPrediction(**kept), compute_result=is_last)
         if not self._keeps_batches:
@@ -215,6 +218,11 @@ class EvaluationLoop:
         if self._args.eval_use_gather_object:
             return gather_objects(tree, self._strategy, batch.total, batch.weight > 0)
         return gather_tree(tree, self._strategy, batch.total)
+
+    def _check_ranks(self, given: dict[str, Any], number: int) -> None:
+        """Refuse on all ranks a batch of which they would gather different things."""
+        mine = outline(given, objects=self._args.eval_use_gather_object)
+        check_same_on_ranks(mine, self._strategy, f"batch {number} of this evaluation")
 
     def _main_input(self, inputs: Any) -> Any:
         return inputs.get(self._options.main_input) if hasattr(inputs, "get") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,43 @@ def map_objects(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: map_objects(function, value) for key, value in tree.items()}
     return tree
+
+
+def outline(tree: Any, *, objects: bool) -> str:
+    """Describe what of a tree is gathered. `objects`: by `gather_objects`, and not by `gather_tree`."""
+    if isinstance(tree, torch.Tensor):
+        return "a tensor"
+    if isinstance(tree, tuple) or (isinstance(tree, list) and not objects):
+        return f"({', '.join(outline(item, objects=objects) for item in tree)})"
+    if hasattr(tree, "items"):
+        named = (f"{name!r}: {outline(value, objects=objects)}" for name, value in tree.items())
+        return f"{{{', '.join(named)}}}"
+    return "nothing" if tree is None or not objects else "objects"
+
+
+def check_same_on_ranks(mine: str, strategy: Strategy, what: str) -> None:
+    """Refuse on all ranks a batch that is another on each of them, before an exchange that only some would make.
+
+    Collective: one exchange of a number, on the host.
+
+    Args:
+        mine: what this rank has.
+        strategy: exchanges it.
+        what: the batch, for the error.
+
+    Raises:
+        ValueError: two ranks differ.
+    """
+    if strategy.world_size == 1:
+        return
+    number = zlib.crc32(mine.encode())
+    highest, negated_lowest = strategy.all_reduce_max([number, -number])()
+    if highest != -negated_lowest:
+        has = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(strategy.gather_objects(mine)))
+        raise ValueError(
+            f"{what} is another on each rank, and cannot be joined: {has}. Give every sample labels, or none; leave "
+            "out an output that only some batches have, with ignore_keys or preprocess_logits_for_metrics"
+        )
 
 
 def gather_tree(tree: Any, strategy: Strategy, count: int | None) -> Any:

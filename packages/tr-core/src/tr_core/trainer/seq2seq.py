@@ -11,6 +11,7 @@ from torch import nn
 
 from tr_args import Seq2SeqTrainingArguments
 from tr_core.evaluation.evaluation_loop import labels_in
+from tr_core.evaluation.gather import check_same_on_ranks
 from tr_core.evaluation.generation import (
     call_options,
     check_generation_options,
@@ -112,6 +113,9 @@ class Seq2SeqTrainer(Trainer):
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         labels, loss = labels_in(inputs, self.label_names), None
+        if self.is_in_evaluation:  # a forward for the loss may be collective
+            mine = "no labels" if labels is None else "labels"
+            check_same_on_ranks(mine, self.strategy, "a batch of this evaluation")
         if labels is not None:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
         settings = self._settings()
