@@ -410,6 +410,14 @@ def test_a_rank_that_hangs_ends_all_with_a_code_of_its_own_and_a_report(tmp_path
     assert "--- rank 1\nthread MainThread:\n" in text
 
 
+def test_two_reports_of_one_second_are_two_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch.time, "strftime", lambda form: "hang-20260101-000000")
+    paths = [watch._write_report(tmp_path, text) for text in "abc"]
+    assert [(path.name, path.read_text()) for path in paths] == [
+        ("hang-20260101-000000.txt", "a"), ("hang-20260101-000000-2.txt", "b"), ("hang-20260101-000000-3.txt", "c"),
+    ]  # fmt: skip
+
+
 def test_ranks_that_make_progress_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert run_ranks(trains, 2, 60, 0, str(tmp_path)) == [[0, 1], [0, 1]]

@@ -3,6 +3,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,32 @@ def test_replaced_lines_leave_no_other_file(path):
     file.append("c")
     assert file.read() == ["a", "b", "c"]
     assert [p.name for p in path.parent.iterdir()] == ["lines.txt"]
+
+
+def test_two_writers_at_one_time_do_not_meet(path, monkeypatch):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace = Path.replace
+
+    def meanwhile(beside, target):
+        monkeypatch.setattr(Path, "replace", replace)
+        LineFile(path).replace(["theirs"])
+        assert LineFile(path).read() == ["theirs"]
+        return replace(beside, target)
+
+    monkeypatch.setattr(Path, "replace", meanwhile)
+    file = LineFile(path)
+    file.replace(["mine"])
+    assert file._whole is None, "it is written, and not kept for later"
+    assert file.read() == ["mine"]
+    assert [p.name for p in path.parent.iterdir()] == ["lines.txt"]
+
+
+def test_a_file_that_another_set_aside_meanwhile_is_not_overwritten(path, monkeypatch):
+    LineFile(path).append("mine")
+    (path.parent / "lines-1.txt").write_text("theirs")
+    monkeypatch.setattr(type(path), "glob", lambda self, pattern: iter(()))  # it came after the look
+    assert LineFile(path).set_aside().name == "lines-2.txt"
+    assert (path.parent / "lines-1.txt").read_text() == "theirs"
 
 
 def test_a_file_is_set_aside_under_the_next_free_number(path):

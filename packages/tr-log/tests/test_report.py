@@ -2,6 +2,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -272,6 +273,20 @@ def test_the_page_and_the_picture_are_two_files(killed, capsys):
 
 def test_on_the_axis_of_time_a_resumed_run_goes_on_when_its_loop_began(killed):
     assert page_data([killed])["runs"][0]["times"] == [[0, 2.0], [50, 10.0], [50.001, 21.0], [100, 31.0]]
+
+
+def test_two_pages_that_are_written_at_one_time_do_not_meet(tmp_path, monkeypatch):
+    run, page, replace = write_run(tmp_path / "run", KILLED_ONCE), tmp_path / "page.html", Path.replace
+
+    def meanwhile(beside, target):
+        monkeypatch.setattr(Path, "replace", replace)
+        write_report([run], page)
+        return replace(beside, target)
+
+    monkeypatch.setattr(Path, "replace", meanwhile)
+    write_report([run], page)
+    assert page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from tr_log.loggers import get_logger
@@ -83,8 +85,8 @@ class LineFile:
         stem, suffix = self.path.stem, self.path.suffix
         taken = (p.stem.removeprefix(f"{stem}-") for p in self.path.parent.glob(f"{stem}-*{suffix}"))
         number = 1 + max((int(text) for text in taken if text.isdecimal()), default=0)
-        aside = self.path.with_name(f"{stem}-{number}{suffix}")
-        self.path.rename(aside)
+        aside = create_unique(self.path.parent, lambda tries: f"{stem}-{number + tries}{suffix}")
+        self.path.replace(aside)
         return aside
 
     def report(self, error: OSError) -> None:
@@ -118,16 +120,7 @@ class LineFile:
 
     def _write_whole(self, lines: list[str]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            with beside.open("wb") as file:
-                file.write(_encoded("".join(line + "\n" for line in lines)))
-                file.flush()
-                _sync(file.fileno())
-            beside.replace(self.path)
-        finally:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+        write_whole(self.path, _encoded("".join(line + "\n" for line in lines)))
         self._has_sound_end = True
 
     def _write(self, text: str) -> None:
@@ -150,6 +143,37 @@ class LineFile:
             self._has_sound_end = True
         finally:
             os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place, under a name that no other writer has, onto the disk, and move it there.
+
+    Raises:
+        OSError: it cannot be written; what was there is unchanged.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")  # two machines may share a number
+    try:
+        with beside.open("xb") as file:
+            file.write(content)
+            file.flush()
+            _sync(file.fileno())
+        beside.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def create_unique(folder: Path, name: Callable[[int], str]) -> Path:
+    """Create an empty file under the first name that no file has, among those that `name` returns for 0, 1, ...
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    for tries in itertools.count():
+        path = folder / name(tries)
+        with contextlib.suppress(FileExistsError), path.open("xb"):
+            return path
+    raise AssertionError  # there is always a next name
 
 
 def _sync(descriptor: int) -> None:

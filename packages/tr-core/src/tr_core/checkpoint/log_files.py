@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tr_log import get_logger
+from tr_log.line_file import write_whole
 
 logger = get_logger("tr_core.trainer")
 
@@ -137,12 +138,7 @@ def _write(folder: Path, entries: list[dict[str, Any]], before: dict[str, Any] |
     digest = hashlib.sha256(content).hexdigest()
     name = f"{start:012d}-{digest[:12]}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    fresh = folder / f"{name}.{os.getpid()}"
-    with open(fresh, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, folder / name)
+    write_whole(folder / name, content)
     if os.name != "nt":  # a folder has no descriptor there
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -29,6 +29,7 @@ from tr_dist.hangs import HANG_EXIT_CODE
 from tr_dist.hangs.findings import GONE, Finding, Limits, Standing, Table, describe, judge, line
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
+from tr_log.line_file import create_unique
 from tr_log.streams import flush_streams, write_text
 
 Progress = Callable[[], tuple[int, str, int]]
@@ -298,13 +299,11 @@ class HangWatch:
         """Print a report, and write it with the stacks to a file."""
         where = ""
         if self._folder is not None:
-            path = Path(self._folder, time.strftime("hang-%Y%m%d-%H%M%S.txt"))
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(f"{report}\n\n{stacks}", "utf-8")
+                path = _write_report(Path(self._folder), f"{report}\n\n{stacks}")
                 where = f"\nthis and the stacks are in {path}"
             except OSError as error:
-                where = f"\nthis could not be written to {path}: {error}"
+                where = f"\nthis could not be written to {self._folder}: {error}"
         write_text(sys.stderr, f"hang watch: {report}\n\n{stacks}\n{where}\n")
 
     def _all_stacks(self, board: Board, ranks: list[Standing]) -> str:
@@ -353,6 +352,15 @@ class HangWatch:
 
 
 _STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
+
+
+def _write_report(folder: Path, text: str) -> Path:
+    """Write a report to a file of its own: two machines may report at one time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = time.strftime("hang-%Y%m%d-%H%M%S")
+    path = create_unique(folder, lambda tries: f"{stem}-{tries + 1}.txt" if tries else f"{stem}.txt")
+    path.write_text(text, "utf-8")
+    return path
 
 
 def _is_of_a_peer(error: BaseException | None) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tr_log.line_file import write_whole
 from tr_log.loggers import get_logger
 from tr_log.tracker import EveryEvent
 
@@ -75,9 +76,4 @@ def replace_file(target: Path, content: bytes) -> None:
         return
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.new")
-    try:
-        beside.write_bytes(content)
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(target, content)
