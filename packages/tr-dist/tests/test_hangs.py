@@ -1,7 +1,9 @@
 import contextlib
+import dataclasses
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -321,6 +323,82 @@ def test_machines_exchange_their_boards_through_a_store(tmp_path):
         link.stop()
     assert [[note.rank for note in notes] for notes in found] == [[1], [0]]
     assert boards[1].read("verdict") == "a hang"
+
+
+# What is said while ranks wait
+
+
+@pytest.mark.parametrize(
+    ("limits", "ends", "silent"),
+    [
+        (LIMITS, "in 20 s, with exit code 97 (hang_timeout=60; it is 0.9 x ddp_timeout, as nothing else was set)", {}),
+        (dataclasses.replace(LIMITS, ends_without_wait=True), "in 20 s, with exit code 97 (hang_timeout=60)", {}),
+        (
+            LIMITS,
+            "in 20 s, with exit code 97, or when the kernel gives up a connection that is cut, after some 15 minutes "
+            "(hang_timeout=60; it is 0.9 x ddp_timeout, as nothing else was set)",
+            {"silent_s": 9},
+        ),
+    ],
+)
+def test_a_wait_is_said_again_each_minute_with_what_will_end_it_and_when(capsys, limits, ends, silent):
+    made = HangWatch(0, 2, limits)
+    idle_s = 40 - silent.get("silent_s", 0)
+    ranks = [waiting(0, idle_s=40), late(1, idle_s=idle_s, **silent)]
+    finding = judge(ranks, limits)
+    made._act(None, finding, ranks)
+    whole = capsys.readouterr().err
+    assert whole.startswith("hang watch: rank 0 has waited for 40 s; the others wait for rank 1\n  rank 1 ")
+    assert whole.endswith(f"\nif this stays so, the job ends {ends}\n")
+    made._act(None, finding, ranks)
+    assert capsys.readouterr().err == ""
+    made._said_s -= 61
+    made._act(None, finding, ranks)
+    gist = (
+        f"hang watch: rank 0 has waited for 40 s; the others wait for rank 1\nif this stays so, the job ends {ends}\n"
+    )
+    assert capsys.readouterr().err == gist
+
+
+def test_of_many_situations_the_later_ones_are_said_each_minute_only(capsys):
+    made, ranks = HangWatch(0, 2, LIMITS), [waiting(0, idle_s=40), late(1, idle_s=40)]
+    for number in range(30):
+        made._act(None, dataclasses.replace(judge(ranks, LIMITS), key=f"late {number}"), ranks)
+    assert capsys.readouterr().err.count("hang watch: ") == 10
+
+
+def test_a_thread_that_waits_for_a_store_is_known_until_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(notes, "_LINK_END_S", 0.01)
+    answers, board, made = threading.Event(), Board(tmp_path / "board", 1), HangWatch(0, 1, LIMITS)
+    made._link = Link(lambda: answers.wait(60) and dist.HashStore(), "a", [], 0.01)
+    made._link.exchange(board)
+    assert not made.is_stuck  # it is still a member
+    made.leave("it left the group")
+    assert made.is_stuck
+    answers.set()
+    made._link._thread.join(60)
+    assert not made.is_stuck
+    board.close()
+
+
+ENDS_BESIDE_A_THREAD = """
+import atexit, sys
+from types import SimpleNamespace
+from tr_dist import process_group
+atexit.register(print, "finalized")
+process_group._register_exit()
+process_group.ProcessGroup._former_watch = SimpleNamespace(is_stuck=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "said"), [("raise ArithmeticError('first')", 1, ""), ("sys.exit(3)", 3, "finalized\n")]
+)
+def test_a_failed_rank_does_not_finalize_beside_a_thread_in_the_code_of_torch(last, code, said):
+    command = [sys.executable, "-c", ENDS_BESIDE_A_THREAD + last]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (code, said)
+    assert ("ArithmeticError: first" in ended.stderr) == (code == 1)
 
 
 # What a save in the background asks

@@ -369,7 +369,10 @@ def _leave_at_exit() -> None:
     is_left = ProcessGroup._made_here or ProcessGroup._leaves_others
     if is_left and dist.is_initialized() and not ProcessGroup._stuck:
         _destroy_within(_FAILED_DESTROY_S)  # it is unknown how the run ended, so other ranks are not waited for
-    if ProcessGroup._stuck:
+    watch = ProcessGroup._former_watch
+    # The watch's thread would abort the process. Only of an exception, not of sys.exit, is the exit code known here.
+    is_left_behind = watch is not None and watch.is_stuck and getattr(sys, "last_value", None) is not None
+    if ProcessGroup._stuck or is_left_behind:
         flush_streams()
         os._exit(1)  # finalizing would join the stuck thread; the traceback has been printed by now
     time.sleep(max((_keep_alive_s(left_at) for left_at, _ in ProcessGroup._left), default=0.0))

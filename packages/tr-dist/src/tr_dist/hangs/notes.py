@@ -227,6 +227,11 @@ class Link:
         if self._thread is not None:
             self._thread.join(_LINK_END_S)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is there; it outlives `stop` while the store is cut off."""
+        return self._thread is not None and self._thread.is_alive()
+
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # who serves the store is gone
             store = self._connect()

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tr_dist.hangs import HANG_EXIT_CODE
-from tr_dist.hangs.findings import GONE, Finding, Limits, Standing, Table, describe, judge, line
+from tr_dist.hangs.findings import GONE, Finding, Limits, Standing, Table, describe, judge, line, waits_for
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
 from tr_log.line_file import create_unique
@@ -43,6 +43,7 @@ _STACKS_S = 3.0  # for the others to write their stacks
 _END_S = 10.0  # for who reports to do so
 _ENDED = "its process ended without a word"  # what the others of a machine say of it to other machines
 _MOST_WARNINGS = 10
+_SAY_AGAIN_S = 60.0
 _MOST_GONE = 3  # the first of them is the cause
 _DYING_S = 2.0  # that a process which gloo aborts takes to write its last words; its peers fail before it is gone
 
@@ -82,11 +83,17 @@ class HangWatch:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._said: set[str] = set()
+        self._said_s = 0.0
         self._board: Board | None = None
         self._link: Link | None = None
         self._stacks: int | None = None
         self._enabled = False
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether this rank has left, and a thread in torch's code still waits for a store that does not answer."""
+        return self._stop.is_set() and self._link is not None and self._link.is_running
 
     def start(self, gather: Callable[[Any], list[Any]], more: Callable[[], int] | None = None) -> None:
         """Meet the other watches, by three exchanges, and begin. Collective.
@@ -238,15 +245,10 @@ class HangWatch:
         )
 
     def _act(self, board: Board, finding: Finding | None, ranks: list[Standing]) -> None:
-        if finding is None or (not finding.ends and (finding.key in self._said or len(self._said) >= _MOST_WARNINGS)):
+        if finding is None:
             return
         if not finding.ends:
-            self._said.add(finding.key)
-            report = describe(finding, ranks)
-            if finding.key == "hang":
-                self._report(f"{report}\nthe job goes on: no rank waits for another", own_stacks())
-            else:
-                write_text(sys.stderr, f"hang watch: {report}\n{self._what_follows()}\n")
+            self._warn(finding, ranks)
             return
         if not board.post(VERDICT, json.dumps({"rank": self.rank, "text": finding.text})):
             return  # another rank was first
@@ -266,10 +268,36 @@ class HangWatch:
             time.sleep(2 * self._interval_s)  # for the other machines to hear of it
         self._end(board, ranks)
 
-    def _what_follows(self) -> str:
+    def _warn(self, finding: Finding, ranks: list[Standing]) -> None:
+        """Say what does not end the job: a new situation with all ranks, and each minute that ranks wait its gist."""
+        now_s = time.monotonic()
+        is_new = finding.key not in self._said and len(self._said) < _MOST_WARNINGS
+        if not is_new and (finding.key == "hang" or now_s - self._said_s < _SAY_AGAIN_S):
+            return
+        self._said_s = now_s
+        report = describe(finding, ranks)
+        if is_new:
+            self._said.add(finding.key)
+        else:
+            report = report.partition("\n")[0]
+        if finding.key == "hang":
+            self._report(f"{report}\nthe job goes on: no rank waits for another", own_stacks())
+        else:
+            write_text(sys.stderr, f"hang watch: {report}\n{self._what_follows(ranks)}\n")
+
+    def _what_follows(self, ranks: list[Standing]) -> str:
+        limits, here = self.limits, [each for each in ranks if not each.is_gone]
+        waited_s = max((each.idle_s for each in here if waits_for(each, ranks)), default=0.0)
+        left_s = min(limits.hang_s - min(each.idle_s for each in here), limits.wait_s - waited_s)
+        what = "" if limits.ends_without_wait else "; it is 0.9 x ddp_timeout, as nothing else was set"
+        cut = (
+            ", or when the kernel gives up a connection that is cut, after some 15 minutes"
+            if any(each.is_silent and not each.state for each in here)
+            else ""
+        )
         return (
-            f"if they stay so, the job ends {self.limits.hang_s:.0f} s after the last progress of any rank, or after "
-            f"{self.limits.wait_s:.0f} s in one exchange"
+            f"if this stays so, the job ends in {max(0.0, left_s):.0f} s, with exit code {HANG_EXIT_CODE}{cut} "
+            f"(hang_timeout={limits.hang_s:.0f}{what})"
         )
 
     def _wait_and_end(self, board: Board) -> None:
