@@ -175,15 +175,21 @@ def _shards(folder: Path) -> Parser:
         for shape, dtype in reading.read_shard_index(path, files).values():
             torch.empty(shape, dtype=dtype)
 
-    seed = json.dumps({"format": 1, "tensors": index}, indent=1).encode()
+    line = {"dtype": "F32", "shape": [4, 3], "distributed": True, "box": [2, 3], "in": [[0, 2, 1]]}
+    seeds = (
+        json.dumps({"format": 1, "tensors": index}, indent=1).encode(),
+        json.dumps({"format": 2, "files": files, "tensors": {"w": line}}, indent=1).encode(),
+    )
     tokens = (
         *_JSON,
         b'"offset": [0, 0]',
         b'"size": [1, 1]',
         b'"shape": [1000000000000]',
+        b'"box": [1, 1]',
+        b'"in": [[0, 1000000000000, 0]]',
         *(f'"{f}"'.encode() for f in files),
     )
-    return Parser("shard index", (seed,), tokens, parse, prepare, (CheckpointError,))
+    return Parser("shard index", seeds, tokens, parse, prepare, (CheckpointError,))
 
 
 def _pickles(folder: Path) -> Iterator[Parser]:

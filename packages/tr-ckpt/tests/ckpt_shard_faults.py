@@ -19,7 +19,7 @@ from ckpt_parts import listed
 from ckpt_shards import Buffers, Counted, Holder, keep
 from ckpt_workers import caught, checkpointer
 
-from tr_ckpt import CheckpointError
+from tr_ckpt import CheckpointError, untrusted
 from tr_ckpt.sharded import reading, stateful
 
 
@@ -165,6 +165,16 @@ def count_what_is_read(directory: str) -> None:
     """Read what another number of ranks saved: this rank's share of the numbers and no more."""
     read = restored_bytes(directory)
     assert read == 2 * 120 * 60 * 4 // dist.get_world_size(), read
+
+
+def hold_too_much(directory: str) -> None:
+    """Save a part whose index no restore would read; all ranks are told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(untrusted, "MOST_JSON_BYTES", 200)
+        message = caught(lambda: checkpointer(directory).save(1, held(1.0)))
+    assert message.startswith(("CheckpointError: ", "SaveError: ")[dist.get_rank()]), message
+    assert "of held are takes" in message, message
+    assert "bytes of JSON, and at most 200 are read back; give shorter names, or lengths that the ranks" in message
 
 
 def hold_other_tensors(directory: str) -> None:

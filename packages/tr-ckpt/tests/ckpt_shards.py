@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ckpt_workers import checkpointer
 from torch import nn
 
-from tr_ckpt import CheckpointError, RNGState
-from tr_ckpt.sharded import reading, stateful
+from tr_ckpt import CheckpointError, RNGState, tensor_file
+from tr_ckpt.sharded import reading, shard_index, stateful
 
 trains_sharded = pytest.mark.skipif(
     torch.__version__ < (2, 7), reason="fully_shard trains on the CPU from torch 2.7 on"
@@ -94,6 +94,16 @@ def whole(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.full_tensor().clone() if hasattr(state, "full_tensor") else state.clone()
     return state
+
+
+def in_format_1(index: shard_index.Index) -> dict[str, Any]:
+    """Return the content of an index that lists the chunks of every tensor."""
+    tensors = {}
+    for name, saved in index.items():
+        chunks = [{"file": chunk.file, "offset": chunk.offset, "size": chunk.size} for chunk in saved.chunks]
+        dtype = tensor_file.DTYPES[saved.dtype]
+        tensors[name] = {"dtype": dtype, "shape": saved.shape, "distributed": saved.distributed, "chunks": chunks}
+    return {"format": 1, "tensors": tensors}
 
 
 def keep(path: str | Path, value: Any) -> None:

@@ -89,19 +89,10 @@ def test_each_rank_writes_its_own_shards_and_no_number_twice(saved_by_two):
     }  # fmt: skip
     index = json.loads((folder / "model.shards.json").read_text())
     first = index["tensors"]["first.weight"]
-    assert first == {
-        "dtype": "F32",
-        "shape": [5, 4],
-        "distributed": True,
-        "chunks": [
-            {"file": "model-shard-0.safetensors", "offset": [0, 0], "size": [3, 4]},
-            {"file": "model-shard-1.safetensors", "offset": [3, 0], "size": [2, 4]},
-        ],
-    }
-    assert [chunk["size"] for chunk in index["tensors"]["last.weight"]["chunks"]] == [[1, 3]]
-    assert not any(
-        chunk["file"].endswith("-1.safetensors") for chunk in index["tensors"]["norm.running_mean"]["chunks"]
-    )
+    assert first == {"dtype": "F32", "shape": [5, 4], "distributed": True, "box": [3, 4], "in": [[0, 2, 1]]}
+    assert index["files"] == ["model-shard-0.safetensors", "model-shard-1.safetensors"]
+    assert index["tensors"]["last.weight"]["box"] == [1, 3]
+    assert index["tensors"]["norm.running_mean"]["in"] == [[0, 1, 1]]
 
 
 def test_state_of_another_shape_than_its_parameter_s_goes_on_too(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 
+import ckpt_shard_faults
 import pytest
 import torch
 import torch.distributed
@@ -49,9 +50,14 @@ def resealed(folder, target, change):
     return target
 
 
-def index_changed(path, value):
+def index_changed(path, value, *, is_first_format=False):
     def change(content):
         index = json.loads(content["held.shards.json"])
+        if is_first_format:
+            index["tensors"]["held.0.even"] = {
+                "dtype": tensor_file.DTYPES[DTYPES["even"]], "shape": [8, 4], "distributed": True,
+                "chunks": [{"file": SHARDS[rank], "offset": [2 * rank, 0], "size": [2, 4]} for rank in range(4)],
+            }  # fmt: skip
         place = index
         for step in path[:-1]:
             place = place[step]
@@ -64,22 +70,38 @@ def index_changed(path, value):
 EVEN = ("tensors", "held.0.even")
 
 
+def listed_changed(path, value):
+    """A change of the chunks of a tensor that lists them, as the first format does."""
+    return index_changed((*EVEN, "chunks", *path), value, is_first_format=True)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (index_changed(("format",), 2), "its format is 2; this version reads 1"),
+        (index_changed(("format",), 3), "its format is 3; this version reads up to 2"),
+        (index_changed(("files",), SHARDS * 2), "it lists more files than this part has"),
+        (index_changed(("files",), 3), "it lists more files than this part has"),
+        (index_changed(("files", 1), "../a"), "in '../a', which is no file of this part"),
+        (index_changed((*EVEN, "box"), [1, 4]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
+        (index_changed((*EVEN, "box"), [2]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
+        (index_changed((*EVEN, "box"), [2, 0]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
+        (index_changed((*EVEN, "box"), [2, 5]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
+        (index_changed((*EVEN, "in"), [[0, 3, 1]]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
+        (index_changed((*EVEN, "in"), [[0, 2**62, 1]]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
+        (index_changed((*EVEN, "in"), [[1, 4, 1]]), "held.shards.json cannot be read"),
+        (index_changed((*EVEN, "in"), [[0, 4]]), "held.shards.json cannot be read"),
         (index_changed((*EVEN, "dtype"), "F3"), "has no dtype 'F3'; a newer one wrote it"),
         (index_changed((*EVEN, "shape"), [8, 5]), "the chunks of 'held.0.even' do not fill its shape [8, 5]"),
         (index_changed((*EVEN, "shape"), [8, -4]), "[8, -4] is no list of lengths"),
-        (index_changed((*EVEN, "shape"), [7, 4]), "a chunk of 'held.0.even' lies outside its shape [7, 4]"),
-        (index_changed((*EVEN, "chunks", 1, "offset"), [0, 0]), "the chunks of 'held.0.even' do not fill its shape"),
-        (index_changed((*EVEN, "chunks", 1, "offset"), [2]), "a chunk of 'held.0.even' lies outside its shape"),
-        (index_changed((*EVEN, "chunks", 1, "file"), "../a"), "in '../a', which is no file of this part"),
         (
-            index_changed((*EVEN, "chunks", 1, "file"), SHARDS[3]),
-            None,
-        ),  # the same size, other numbers: only hashes tell
-        (index_changed((*EVEN, "chunks"), 3), "held.shards.json cannot be read"),
+            listed_changed((), [{"file": SHARDS[0], "offset": [7, 0], "size": [2, 4]}]),
+            "a chunk of 'held.0.even' lies outside its shape [8, 4]",
+        ),
+        (listed_changed((1, "offset"), [0, 0]), "the chunks of 'held.0.even' do not fill its shape"),
+        (listed_changed((1, "offset"), [2]), "a chunk of 'held.0.even' lies outside its shape"),
+        (listed_changed((1, "file"), "../a"), "in '../a', which is no file of this part"),
+        (index_changed((*EVEN, "in"), [[1, 3, 1], [0, 1, 1]]), None),  # the same sizes, other numbers: only hashes tell
+        (listed_changed((), 3), "held.shards.json cannot be read"),
         (index_changed((*EVEN, "dtype"), "F32"), f"is of {DTYPES['even']}, not torch.float32"),
         (lambda content: content.update({"held.shards.json": b"[]"}), "held.shards.json cannot be read"),
         (lambda content: content.update({"held.shards.json": b"{"}), "held.shards.json cannot be read"),
@@ -150,16 +172,58 @@ def test_an_index_of_more_than_its_files_hold_takes_no_memory(length, tmp_path):
 
 
 def test_an_index_reads_back_as_it_was_written(tmp_path):
-    for name, size in (("a", 20), ("b", 4)):
+    for name, size in (("a", 400), ("b", 400)):
         (tmp_path / name).write_bytes(bytes(size))
     index = {
         "w": SavedTensor(torch.bfloat16, (4, 2), True, (Chunk("a", (0, 0), (3, 2)), Chunk("b", (3, 0), (1, 2)))),
         "none": SavedTensor(torch.int8, (0, 2), False, ()),
         "one": SavedTensor(torch.float64, (), True, (Chunk("a", (), ()),)),
+        "last": SavedTensor(torch.int8, (5,), True, (Chunk("b", (0,), (2,)), Chunk("a", (2,), (3,)))),
+        "rows": SavedTensor(torch.int8, (2, 2), True, (Chunk("b", (0, 0), (1, 2)), Chunk("b", (1, 0), (1, 2)))),
     }
     path = tmp_path / "w.shards.json"
     path.write_bytes(shard_index.dump(index))
     assert shard_index.read(path, ["a", "b"]) == index
+
+
+def index_of(ranks, tensors=14):
+    """An index of tensors that ranks share, in each of the usual ways: by rows, by rows and columns, by strides."""
+    files = [f"model-shard-{rank}.safetensors" for rank in range(ranks)]
+    index = {}
+    for number in range(tensors):
+        shape, box = ((8 * ranks, 4), (8, 4)) if number % 2 else ((4 * ranks, 16), (8, 8))
+        boxes = list(shard_index._grid(shape, box))
+        order = [files[(each * 8) % ranks + each * 8 // ranks] for each in range(ranks)] if number % 3 else files
+        chunks = tuple(Chunk(file, *each) for file, each in zip(order, boxes, strict=True))
+        index[f"layers.{number}.weight"] = SavedTensor(torch.int8, shape, True, chunks)
+    return index, files
+
+
+def test_a_line_of_the_index_is_as_long_for_many_ranks_as_for_few(tmp_path):
+    few, many = (len(shard_index.dump({**index_of(ranks)[0]}).split(b"tensors")[1]) for ranks in (16, 1024))
+    assert many < 1.5 * few
+    index, files = index_of(64)
+    for file in files:
+        (tmp_path / file).write_bytes(bytes(2000))
+    path = tmp_path / "model.shards.json"
+    path.write_bytes(shard_index.dump(index))
+    assert path.read_text().count("\n") == 1 + len(index) + 1
+    assert shard_index.read(path, files) == index
+
+
+def test_an_index_of_more_chunks_than_its_files_can_name_is_refused(tmp_path):
+    index, files = index_of(64)
+    for file in files:
+        (tmp_path / file).write_bytes(bytes(500))  # enough for the numbers, and not for their names
+    path = tmp_path / "model.shards.json"
+    path.write_bytes(shard_index.dump(index))
+    with pytest.raises(CheckpointError, match=r"it places \d+ bytes in model-shard-0.safetensors, which has 500"):
+        shard_index.read(path, files)
+
+
+def test_an_index_that_could_not_be_read_back_is_not_written(tmp_path):
+    run(2, ckpt_shard_faults.hold_too_much, str(tmp_path))
+    assert not (tmp_path / "checkpoint-1").exists()
 
 
 @pytest.mark.parametrize("name", ["held.shards", "held-shard-3"])

@@ -10,6 +10,7 @@ from ckpt_shards import Buffers, Holder
 from ckpt_workers import run
 
 from tr_ckpt import Checkpointer
+from tr_ckpt.sharded import shard_index
 
 # Layouts on 4 ranks: one dimension of a mesh, and two: replicated, sharded in two dimensions and twice in one.
 LAYOUTS = ["0", "1", "r", "r0", "0r", "01", "10", "00", "fsdp+tp", "half"]
@@ -48,10 +49,23 @@ def test_what_was_saved_whole_is_loaded_in_any_layout(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_number_is_written_once(saved, layout):
-    index = json.loads((Checkpointer(saved[layout]).path(1) / "held.shards.json").read_text())
-    for name, entry in index["tensors"].items():
-        assert sum(math.prod(chunk["size"]) for chunk in entry["chunks"]) == math.prod(entry["shape"]), name
-        assert all(math.prod(chunk["size"]) for chunk in entry["chunks"]), name
+    folder = Checkpointer(saved[layout]).path(1)
+    index = shard_index.read(folder / "held.shards.json", [path.name for path in folder.iterdir()])
+    assert index
+    for name, held in index.items():
+        assert sum(math.prod(chunk.size) for chunk in held.chunks) == math.prod(held.shape), name
+        assert all(math.prod(chunk.size) for chunk in held.chunks), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_of_the_first_format_is_read_alike(saved, layout, tmp_path):
+    folder = Checkpointer(saved[layout]).path(1)
+    files = [path.name for path in folder.iterdir()]
+    index = shard_index.read(folder / "held.shards.json", files)
+    for path in folder.glob("*.safetensors"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "held.shards.json").write_text(json.dumps(ckpt_shards.in_format_1(index)))
+    assert shard_index.read(tmp_path / "held.shards.json", files) == index
 
 
 @pytest.mark.parametrize(("layout", "writers"), [("r", 4), ("r0", 4), ("0r", 4), ("half", 2)])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import files, names, parts, tensor_file
+from tr_ckpt import files, names, parts, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord, Unsynced
 from tr_ckpt.parts import CapturedPart, HostBuffers
@@ -169,14 +169,14 @@ class CapturedShards:
         rank: number of this process.
         tensors: this rank's chunks, by the names of their tensors.
         text: the JSON of the state; on rank 0 only.
-        index: the files of all ranks' chunks; on rank 0 only.
+        index: the index of all ranks' chunks, as it is written; on rank 0 only.
     """
 
     part: str
     rank: int
     tensors: Mapping[str, torch.Tensor]
     text: bytes | None = None
-    index: Index | None = None
+    index: bytes | None = None
 
     def write(self, folder: Path, unsynced: Unsynced | None = None) -> dict[str, FileRecord]:
         """Write `NAME-shard-RANK.safetensors`, and on rank 0 `NAME.json` and `NAME.shards.json`.
@@ -190,7 +190,7 @@ class CapturedShards:
             written[file] = tensor_file.write(folder / file, self.tensors, unsynced)
         if self.text is not None and self.index is not None:
             file = names.index_name(self.part)
-            written[file] = files.write_file(folder / file, [shard_index.dump(self.index)], unsynced=unsynced)
+            written[file] = files.write_file(folder / file, [self.index], unsynced=unsynced)
             file = f"{self.part}.json"
             written[file] = files.write_file(folder / file, [self.text, b"\n"], unsynced=unsynced)
         return written
@@ -227,10 +227,21 @@ class TakenState:
             buffers: as for `parts.capture`.
 
         Raises:
-            CheckpointError: the ranks do not hold the same tensors, or their shards do not fill whole ones.
+            CheckpointError: the ranks do not hold the same tensors, or their shards do not fill whole ones, or they
+                are so many that no restore would read their index.
         """
         assigned = assign(self._part, self._tensors, self._rank, shares)
         tensors = assigned.local if buffers is None else buffers.copy(assigned.local)
         if self._rank != 0:
             return CapturedShards(self._part, self._rank, tensors)
-        return CapturedShards(self._part, self._rank, tensors, self._text, assigned.index)
+        return CapturedShards(self._part, self._rank, tensors, self._text, _text_of(self._part, assigned.index))
+
+
+def _text_of(part: str, index: Index) -> bytes:
+    text = shard_index.dump(index)
+    if len(text) > untrusted.MOST_JSON_BYTES:
+        raise CheckpointError(
+            f"where the {len(index):,} tensors of {part} are takes {len(text):,} bytes of JSON, and at most "
+            f"{untrusted.MOST_JSON_BYTES:,} are read back; give shorter names, or lengths that the ranks share equally"
+        )
+    return text

@@ -1,14 +1,19 @@
-"""Read and write `NAME.shards.json`: the file of each chunk of each tensor of a part.
+"""Read and write `NAME.shards.json`: the file of each chunk of each tensor of a part, a line a tensor.
 
 ```
-{"format": 1, "tensors": {
-    "layers.0.weight": {"dtype": "F32", "shape": [8, 4], "distributed": true, "chunks": [
-        {"file": "model-shard-0.safetensors", "offset": [0, 0], "size": [4, 4]},
-        {"file": "model-shard-1.safetensors", "offset": [4, 0], "size": [4, 4]}]}}}
+{"format": 2, "files": ["model-shard-0.safetensors", "model-shard-1.safetensors"], "tensors": {
+"layers.0.weight": {"dtype": "F32", "shape": [8, 4], "distributed": true, "box": [4, 4], "in": [[0, 2, 1]]},
+"layers.0.bias": {"dtype": "F32", "shape": [5], "distributed": true, "chunks": [
+    {"file": "model-shard-0.safetensors", "offset": [0], "size": [2]},
+    {"file": "model-shard-1.safetensors", "offset": [2], "size": [3]}]}
+}}
 ```
 
-A file holds at most one chunk of a tensor, under the tensor's name. `dtype` is safetensors' code. `is_filled` checks
-that the chunks fill the tensor without a gap and without an overlap.
+Chunks of one size, of which the last in a dimension may be shorter, are a grid: `box` is that size, and `in` has the
+files of the chunks in row-major order, as runs of first number, count and step in `files`. So a line is as long for
+many ranks as for few. Other chunks are listed, as format 1 lists all of them; `is_filled` checks that they fill the
+tensor without a gap and without an overlap. A file holds at most one chunk of a tensor, under the tensor's name.
+`dtype` is safetensors' code.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -61,7 +66,13 @@ def _count_corners(counts: Counter[tuple[int, ...]], sides: Sequence[tuple[int, 
         counts[corner] += weight * (-1) ** sum(ends)
 
 
-FORMAT = 1
+FORMAT = 2
+
+# Format 1 lists the chunks of every tensor.
+_READ = (1, FORMAT)
+
+# A chunk takes at least so many bytes of the header of its file.
+_LEAST_ENTRY_BYTES = 40
 
 _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 
@@ -103,16 +114,40 @@ Index = dict[str, SavedTensor]
 
 def dump(index: Mapping[str, SavedTensor]) -> bytes:
     """Return the content of the index file."""
-    tensors = {
-        name: {
-            "dtype": DTYPES[saved.dtype],
-            "shape": saved.shape,
-            "distributed": saved.distributed,
-            "chunks": [{"file": chunk.file, "offset": chunk.offset, "size": chunk.size} for chunk in saved.chunks],
-        }
-        for name, saved in index.items()
-    }
-    return json.dumps({"format": FORMAT, "tensors": tensors}, indent=1, sort_keys=True).encode() + b"\n"
+    held = {chunk.file for saved in index.values() for chunk in saved.chunks}
+    listed = sorted(held, key=lambda file: (len(file), file))  # so that numbers of ranks ascend
+    numbers = {file: number for number, file in enumerate(listed)}
+    lines = [f"{json.dumps(name)}: {json.dumps(_line(saved, numbers))}" for name, saved in sorted(index.items())]
+    head = f'{{"format": {FORMAT}, "files": {json.dumps(listed)}, "tensors": {{'
+    return "\n".join([head, ",\n".join(lines), "}}", ""]).encode()
+
+
+def _line(saved: SavedTensor, numbers: Mapping[str, int]) -> dict[str, Any]:
+    line = {"dtype": DTYPES[saved.dtype], "shape": saved.shape, "distributed": saved.distributed}
+    chunks = sorted(saved.chunks, key=lambda chunk: chunk.offset)
+    if chunks and [(chunk.offset, chunk.size) for chunk in chunks] == list(_grid(saved.shape, chunks[0].size)):
+        return {**line, "box": chunks[0].size, "in": _runs([numbers[chunk.file] for chunk in chunks])}
+    return {**line, "chunks": [{"file": chunk.file, "offset": chunk.offset, "size": chunk.size} for chunk in chunks]}
+
+
+def _grid(shape: Sequence[int], box: Sequence[int]) -> Iterator[Box]:
+    """Yield the boxes of a tensor that is cut into equal ones, in row-major order; the last ones may be smaller."""
+    starts = [range(0, whole, side) for whole, side in zip(shape, box, strict=True)]
+    for offset in product(*starts):
+        yield offset, tuple(min(side, whole - start) for start, side, whole in zip(offset, box, shape, strict=True))
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Return numbers as runs of first, count and step."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs:
+            first, count, step = runs[-1]
+            if number - first == count * step or (count == 1 and number > first):
+                runs[-1] = [first, count + 1, number - first if count == 1 else step]
+                continue
+        runs.append([number, 1, 1])
+    return runs
 
 
 def read(path: Path, files: Collection[str]) -> Index:
@@ -129,28 +164,49 @@ def read(path: Path, files: Collection[str]) -> Index:
     untrusted.require_regular_file(path)
     try:
         content = untrusted.read_json(path)
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"its format is {content['format']!r:.80}; this version reads {FORMAT}")
-        index = {name: _tensor(name, entry, files) for name, entry in content["tensors"].items()}
-        _check_sizes(path.parent, index)
+        if content["format"] not in _READ:
+            raise CheckpointError(f"its format is {content['format']!r:.80}; this version reads up to {FORMAT}")
+        listed = content.get("files", [])
+        if not isinstance(listed, list) or len(listed) > len(files):
+            raise CheckpointError("it lists more files than this part has")
+        room, index = _Room(path.parent), {}
+        for name, entry in content["tensors"].items():
+            index[name] = _tensor(name, entry, files, listed)
+            room.take(index[name])
         return index
     except UnreadableError:
         raise
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
-def _check_sizes(folder: Path, index: Index) -> None:
-    """Refuse an index of more bytes than its files hold, before memory is allocated for it."""
-    needed: Counter[str] = Counter()
-    for saved in index.values():
+class _Room:
+    """How much the files hold in which an index places tensors.
+
+    An index of more than that is refused before memory is taken for it. Its chunks take memory too, and a line may
+    stand for many, so each counts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, int] = {}
+        self._needed: Counter[str] = Counter()
+
+    def take(self, saved: SavedTensor) -> None:
+        """Place the chunks of one more tensor.
+
+        Raises:
+            CheckpointError: a file does not hold them.
+        """
         for chunk in saved.chunks:
-            needed[chunk.file] += math.prod(chunk.size) * saved.dtype.itemsize
-    for file, size in needed.items():
-        untrusted.require_regular_file(folder / file)
-        held = reads.status(folder / file).st_size
-        if size > held:
-            raise CheckpointError(f"it places {size:,} bytes in {file}, which has {held:,}")
+            file = chunk.file
+            if file not in self._held:
+                untrusted.require_regular_file(self._folder / file)
+                self._held[file] = reads.status(self._folder / file).st_size
+            self._needed[file] += math.prod(chunk.size) * saved.dtype.itemsize + _LEAST_ENTRY_BYTES
+            size, held = self._needed[file], self._held[file]
+            if size > held:
+                raise CheckpointError(f"it places {size:,} bytes in {file}, which has {held:,}")
 
 
 def of_plain_file(path: Path) -> Index:
@@ -176,22 +232,39 @@ def of_plain_file(path: Path) -> Index:
     return index
 
 
-def _tensor(name: str, entry: dict[str, Any], files: Collection[str]) -> SavedTensor:
+def _tensor(name: str, entry: dict[str, Any], files: Collection[str], listed: Sequence[str]) -> SavedTensor:
     shape = _numbers(entry["shape"])
-    chunks = []
-    for given in entry["chunks"]:
-        chunk = Chunk(given["file"], _numbers(given["offset"]), _numbers(given["size"]))
+    chunks = _cells(name, shape, entry, listed) if "box" in entry else _listed_chunks(name, shape, entry["chunks"])
+    for chunk in chunks:
         if chunk.file not in files:
             raise CheckpointError(f"it places a chunk of {name!r} in {chunk.file!r}, which is no file of this part")
+    return SavedTensor(_dtype(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
+
+
+def _cells(name: str, shape: tuple[int, ...], entry: dict[str, Any], listed: Sequence[str]) -> list[Chunk]:
+    """Return the chunks of a grid, of which a file has at most one."""
+    box, runs = _numbers(entry["box"]), [_numbers(run) for run in entry["in"]]
+    fits = len(box) == len(shape) and all(0 < side <= whole for side, whole in zip(box, shape, strict=True))
+    count = math.prod(-(-whole // side) for side, whole in zip(box, shape, strict=True)) if fits else -1
+    if count != sum(many for _, many, _ in runs) or count > len(listed):
+        raise CheckpointError(f"the chunks of {name!r} do not fill its shape {list(shape)}, each number once")
+    numbers = [first + step * number for first, many, step in runs for number in range(many)]
+    return [
+        Chunk(listed[number], offset, size) for number, (offset, size) in zip(numbers, _grid(shape, box), strict=True)
+    ]
+
+
+def _listed_chunks(name: str, shape: tuple[int, ...], given: list[dict[str, Any]]) -> list[Chunk]:
+    chunks = [Chunk(chunk["file"], _numbers(chunk["offset"]), _numbers(chunk["size"])) for chunk in given]
+    for chunk in chunks:
         inside = len(chunk.offset) == len(chunk.size) == len(shape) and all(
             0 < size <= whole - start for start, size, whole in zip(chunk.offset, chunk.size, shape, strict=True)
         )
         if not inside:
             raise CheckpointError(f"a chunk of {name!r} lies outside its shape {list(shape)}")
-        chunks.append(chunk)
     if not is_filled(shape, [(chunk.offset, chunk.size) for chunk in chunks]):
         raise CheckpointError(f"the chunks of {name!r} do not fill its shape {list(shape)}, each number once")
-    return SavedTensor(_dtype(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
+    return chunks
 
 
 def _numbers(given: Any) -> tuple[int, ...]:
