@@ -510,3 +510,16 @@ def test_a_malicious_pickle_in_the_place_of_a_checkpoints_file_executes_nothing(
         hub.replace("ci/run", path, former)
     assert not (tmp_path / "executed").exists()
     fresh.train(resume_from_checkpoint="hub:ci/run")
+
+
+def test_a_later_training_with_another_folder_pushes_that_folder(hub, tmp_path):
+    trainer = make_trainer(tmp_path / "first", hub, hub_model_id="ci/run", save_steps=6)
+    trainer.train()
+    (tmp_path / "first/notes.txt").write_text("of the first folder")
+    trainer.args.output_dir = str(tmp_path / "second")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/more.txt").write_text("of the second folder")
+    trainer.train()
+    files = hub.files("ci/run")
+    assert "more.txt" in files
+    assert "notes.txt" not in files

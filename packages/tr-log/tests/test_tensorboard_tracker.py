@@ -36,6 +36,33 @@ def test_the_folder_is_that_of_the_arguments_then_of_the_environment(tmp_path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arguments", "environment", "own"]
 
 
+def test_a_training_with_another_output_folder_has_another_folder_of_events(tmp_path, make_loop):
+    loop = make_loop([TensorBoardTracker()], tmp_path / "first", max_steps=2)
+    loop.train(eval_steps=0)
+    loop.evaluate()
+    loop.args.output_dir = str(tmp_path / "second")
+    loop.train(stop_at=1, eval_steps=0)
+    loop.evaluate()
+    for name, steps, evaluated in (("first", [1, 2], [2]), ("second", [1], [1])):
+        (folder,) = (tmp_path / name / "runs").iterdir()
+        assert [step for step, _ in curve(folder, "train/loss")] == steps
+        assert [step for step, _ in curve(folder, "eval/loss")] == evaluated
+
+
+def test_trials_have_folders_of_their_own_also_in_a_folder_that_was_chosen(tmp_path, make_loop):
+    of_arguments = make_loop([TensorBoardTracker()], tmp_path, max_steps=1, logging_dir=str(tmp_path / "chosen"))
+    given = make_loop([TensorBoardTracker(tmp_path / "given")], tmp_path, max_steps=1)
+    for loop in (of_arguments, given):
+        for number, name in enumerate((None, "lr=0.1/wd=0")):
+            loop.args.output_dir = str(tmp_path / f"run-{number}")
+            vars(loop.state).update(is_hyper_param_search=True, trial_name=name)
+            loop.train(eval_steps=0)
+    for chosen in ("chosen", "given"):
+        assert sorted(path.name for path in (tmp_path / chosen).iterdir()) == ["lr=0.1_wd=0", "run-0"]
+        for folder in (tmp_path / chosen).iterdir():
+            assert [step for step, _ in curve(folder, "train/loss")] == [1]
+
+
 def test_a_resumed_run_in_the_same_folder_replaces_what_came_after_its_step(tmp_path, make_loop):
     place = {"logging_dir": str(tmp_path / "curves")}
     make_loop([TensorBoardTracker()], tmp_path, **place).train(stop_at=4, eval_steps=0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tr_log import MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
-from tr_log.tracker import settings, tracker_name
+from tr_log.tracker import run_name, settings, tracker_name
 
 
 class Memory(Tracker):
@@ -110,6 +110,17 @@ def test_other_processes_never_open_it(tmp_path, make_loop):
     assert tracker.calls == []
     make_loop([tracker], tmp_path, main=True).train()
     assert tracker.calls
+
+
+def test_a_trial_is_named_after_the_run_and_itself():
+    args, state = SimpleNamespace(run_name="mine", output_dir="out/run-3"), SimpleNamespace()
+    assert run_name(args, state) == "mine"
+    state.is_hyper_param_search, state.trial_name = True, None
+    assert run_name(args, state) == "mine run-3"
+    state.trial_name = "lr=0.1"
+    assert run_name(args, state) == "mine lr=0.1"
+    args.run_name = None
+    assert run_name(args, state) == "lr=0.1"
 
 
 def test_settings_hold_no_tokens_and_only_plain_values(tmp_path):

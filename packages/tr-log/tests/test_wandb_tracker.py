@@ -73,6 +73,18 @@ def test_a_run_of_the_script_is_used_and_left_open(tmp_path, make_loop):
     assert run.config["learning_rate"] == 0.5
 
 
+def test_a_later_training_records_in_the_run_that_the_script_has_open_then(tmp_path, make_loop):
+    loop = make_loop([WandbTracker()], tmp_path, max_steps=1)
+    ids = []
+    for _ in range(2):
+        run = wandb.init()
+        loop.train(eval_steps=0)
+        assert run.summary["train/loss"] == 1.0
+        ids.append(run.id)
+        run.finish()
+    assert len(set(ids)) == 2
+
+
 def test_a_failed_training_and_the_next_one_end_its_own_run(tmp_path, make_loop):
     tracker = WandbTracker()
     with pytest.raises(KeyError):

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tr_log.tracker import Tracker, settings
+from tr_log.tracker import Tracker, run_name, settings
 
 
 class AccelerateTracker(Tracker):
@@ -66,7 +66,7 @@ class AccelerateTracker(Tracker):
         if self._run is not None:
             return
         project = os.environ.get(self.project_variable) or getattr(args, "project", None) or _folder_name(args)
-        run = self.build(project, getattr(args, "run_name", None), args)
+        run = self.build(project, run_name(args, state), args)
         run.main_process_only = False  # it would ask accelerate for its rank, and join a group for that
         run.start()
         self._run = run
@@ -130,8 +130,8 @@ class CometTracker(AccelerateTracker):
     def open(self, args: Any, state: Any, model: Any) -> None:
         """Start an experiment called `run_name`, or go on with the open one."""
         super().open(args, state, model)
-        if run_name := getattr(args, "run_name", None):
-            self._run.tracker.set_name(run_name)
+        if name := run_name(args, state):
+            self._run.tracker.set_name(name)
 
 
 class DVCLiveTracker(AccelerateTracker):

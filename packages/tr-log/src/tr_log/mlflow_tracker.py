@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tr_log.loggers import get_logger
-from tr_log.tracker import Tracker, missing_package, settings
+from tr_log.tracker import Tracker, missing_package, run_name, settings
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class MLflowTracker(Tracker):
         if self._run_id is not None and active is None:
             self._mlflow.start_run(run_id=self._run_id)
             return
-        run = self._mlflow.start_run(run_name=getattr(args, "run_name", None)) if active is None else active
+        run = self._mlflow.start_run(run_name=run_name(args, state)) if active is None else active
         self._run_id = run.info.run_id
         self._log_settings(settings(args, model))
 

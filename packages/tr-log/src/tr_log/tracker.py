@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from tr_log.formatting import to_scalar
@@ -141,6 +142,15 @@ def tracker_name(key: str) -> str:
         if key.startswith(f"{part}_"):
             return f"{part}/{key.removeprefix(f'{part}_')}"
     return f"train/{key}"
+
+
+def run_name(args: Any, state: Any) -> str | None:
+    """Return the name of a run in a tracker: `run_name`, and the trial's name in a search; None leaves it open."""
+    given = getattr(args, "run_name", None)
+    if not getattr(state, "is_hyper_param_search", False):
+        return given
+    trial = state.trial_name or Path(args.output_dir).name
+    return f"{given} {trial}" if given else trial
 
 
 def settings(args: Any, model: Any = None) -> dict[str, Any]:

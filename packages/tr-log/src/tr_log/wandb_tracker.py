@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tr_log.tracker import Tracker, missing_package, settings
+from tr_log.tracker import Tracker, missing_package, run_name, settings
 
 
 class WandbTracker(Tracker):
@@ -36,13 +36,15 @@ class WandbTracker(Tracker):
         """Finish the run of an earlier training and open a new one."""
         if self._is_own and state.is_world_process_zero:
             self._finish(exit_code=0)
+        elif not self._is_own:
+            self._run = None  # the script may have finished its run and started another
         super().on_train_begin(args, state, control, model=model, **kwargs)
 
     def open(self, args: Any, state: Any, model: Any) -> None:
         """Start a run, or use the active one."""
         if self._run is None:
             self._is_own = self._wandb.run is None
-            self._run = self._wandb.init(name=getattr(args, "run_name", None)) if self._is_own else self._wandb.run
+            self._run = self._wandb.init(name=run_name(args, state)) if self._is_own else self._wandb.run
             # A step may have several entries, and a resume goes back. wandb's own step counter refuses both.
             self._run.define_metric("train/global_step")
             self._run.define_metric("*", step_metric="train/global_step", step_sync=True)

@@ -151,6 +151,7 @@ class HubCallback:
         self._made: Future[Any] | None = None
         self._last_push: Future[Any] | None = None
         self._lock = threading.Lock()
+        self._follows_arguments = False  # a later training may have another `output_dir`
         self._said: set[str] = set()  # what was left out of pushes
         self._newest: Path | None = None  # the last checkpoint, while it is not on the Hub
         self._missing: dict[str, Path] = {}  # checkpoints whose push failed, by their path on the Hub
@@ -158,13 +159,15 @@ class HubCallback:
     @classmethod
     def from_arguments(cls, args: Any) -> HubCallback:
         """Return the callback that the `hub_*` fields, `output_dir` and `save_strategy` of `args` describe."""
-        return cls(
+        callback = cls(
             HubRepository.from_arguments(args),
             output_dir=args.output_dir,
             strategy=getattr(args.hub_strategy, "value", args.hub_strategy),
             always_push=args.hub_always_push,
             by_epoch=str(getattr(args, "save_strategy", "")) == "epoch",
         )
+        callback._follows_arguments = True
+        return callback
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the repository in the background, so that training starts also while the Hub is unreachable."""
@@ -178,6 +181,8 @@ class HubCallback:
         Raises:
             PushError: the Hub refused.
         """
+        if self._follows_arguments:
+            self.output_dir = Path(args.output_dir).expanduser().absolute()
         if self._made is None:
             return
         try:
