@@ -168,6 +168,18 @@ def _norm():
         yield
 
 
+@fault("arguments")
+def _comes_back():
+    """What follows from others takes the place of what was assigned."""
+
+    def follow(before, self, name, value):
+        before(self, name, value)
+        object.__setattr__(self, name, value)
+
+    with _wrapped(tr_core.TrainingArguments, "_follow", follow):
+        yield
+
+
 @fault("changed")
 def _epochs_of_today():
     """A resumed run ends with the epochs of its batch size."""

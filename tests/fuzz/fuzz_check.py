@@ -23,7 +23,7 @@ from fuzz_trace import (
     difference_of_steps,
     tolerance_of,
 )
-from fuzz_trainers import OURS, REFERENCE, train
+from fuzz_trainers import OURS, REFERENCE, assigned_to, train
 
 REFUSALS = (ValueError, TypeError, AttributeError, RuntimeError)
 _MEMORY = Path("/dev/shm")
@@ -107,6 +107,9 @@ def check(run):
         if run.stops and not run.changed:
             compared.append("uninterrupted")
             found["uninterrupted"] = _against_uninterrupted(mine, resumed(run, folder / "resumed"))
+        if run.assigned:
+            compared.append("never assigned")
+            found["never assigned"] = _against_unassigned(run, ours(replace(run, assigned=()), folder / "plain"), mine)
         if transformers_is_right(run):
             compared.append("transformers")
             theirs = reference(run, folder / "reference")
@@ -168,6 +171,17 @@ def _against_uninterrupted(alone, resumed):
         who, trace = ("resumed, it", resumed) if alone.error is None else ("uninterrupted, it", alone)
         return f"{who} ended with {_failed(trace)}"
     return difference_of_logs(_of_all(alone), _of_all(resumed), EXACT) or difference_of_ends(alone, resumed, EXACT)
+
+
+def _against_unassigned(run, plain, mine):
+    if plain.error is not None or mine.error is not None:
+        return None if plain.error is not None else f"it ended with {_failed(mine)}"
+    assigned = {name: value for name, value in assigned_to(run).items() if value is not None}  # None is 'unset'
+    expected = {**plain.arguments, **assigned}
+    changed = {n: (v, mine.arguments[n]) for n, v in expected.items() if mine.arguments[n] != v}
+    if changed:
+        return f"arguments ended otherwise: {changed}"
+    return difference_of_logs(_of_all(plain), _of_all(mine), EXACT) or difference_of_ends(plain, mine, EXACT)
 
 
 def _of_all(trace):

@@ -55,6 +55,7 @@ REASONS = (
     _draws_for_its_loaders,
     _stream_ends_within_a_step,
     lambda run: run.twice,
+    lambda run: bool(run.assigned),  # what followed from the values before stays
     lambda run: run.max_steps > 0 and "stop_the_epoch" in dict(run.habits),  # it ends with the epochs it had planned
     lambda run: bool(run.changed),  # what it does then is a resume of its own, not what the arguments say
     lambda run: run.loader == "own_list",

@@ -23,6 +23,7 @@ class Run:
             after each it is resumed.
         changed: what the run has otherwise once it is resumed, by name.
         restarts: whether the resumed run begins the epoch that it is in again.
+        assigned: arguments with the values that they are built with; their own are assigned afterwards.
         twice: whether `train` is called once more.
         ranks: processes; their batches together are `batch`.
     """
@@ -73,6 +74,7 @@ class Run:
     stops: tuple[tuple[str, int, str], ...] = ()
     changed: tuple[tuple[str, Any], ...] = ()
     restarts: bool = False
+    assigned: tuple[tuple[str, Any], ...] = ()
     twice: bool = False
     ranks: int = 1
 

@@ -222,6 +222,26 @@ def _resumes(rng, run):
     return replace(run, stops=tuple(sorted(_stops(rng, run), key=lambda stop: stop[1])))
 
 
+ASSIGNED = {
+    "bf16": [True], "dataloader_pin_memory": [False], "disable_tqdm": [False], "do_eval": [True, False],
+    "eval_steps": [3, 7], "eval_strategy": ["epoch", "steps"], "gradient_accumulation_steps": [1, 5],
+    "greater_is_better": [True, False], "learning_rate": [0.3], "log_level": ["info", "error"],
+    "logging_steps": [2, 9], "lr_scheduler_type": ["cosine", "reduce_lr_on_plateau"], "max_grad_norm": [0.5],
+    "metric_for_best_model": ["accuracy"], "num_train_epochs": [5], "per_device_train_batch_size": [3],
+    "save_steps": [4], "torch_compile": [True], "torch_compile_backend": ["eager"], "torch_compile_mode": ["default"],
+    "use_cpu": [False], "warmup_steps": [3], "weight_decay": [0.4],
+}  # fmt: skip
+
+
+def _arguments(rng, run):
+    """Arguments that are assigned after they were built with other values."""
+    run = rng.choice([_updates, _evaluations, _schedules, _best])(rng, run)
+    names = rng.sample(sorted(ASSIGNED), rng.randint(1, 4))
+    if "lr_scheduler_type" in names:  # it needs evaluations
+        names = [*(name for name in names if name != "eval_strategy"), "eval_strategy"]
+    return replace(run, assigned=tuple((name, rng.choice(ASSIGNED[name])) for name in names))
+
+
 def _changed(rng, run):
     """Runs that are stopped and go on with other batches, accumulation, ranks, data or lengths."""
     run = replace(rng.choice([_updates, _data])(rng, run), length=rng.randint(6, 20), drop_last=False)
@@ -303,6 +323,7 @@ FAMILIES = {
     "habits": (_habits, 20),
     "resumes": (_resumes, 14),
     "changed": (_changed, 10),
+    "arguments": (_arguments, 6),
     "twice": (_twice, 4),
     "workers": (_workers, 0.4),
     "ranks": (_ranks, 0.4),

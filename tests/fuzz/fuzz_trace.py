@@ -29,6 +29,7 @@ class Trace:
         weights: the model's state at the end.
         moments: the optimizer's state at the end.
         predictions: what the model predicts at the end, if it is asked.
+        arguments: all arguments at the end.
         error: what ended the run, if that was an exception.
     """
 
@@ -40,6 +41,7 @@ class Trace:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: list[torch.Tensor] = field(default_factory=list)
     predictions: torch.Tensor | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
 
     def watch(self, model):

@@ -92,6 +92,19 @@ def arguments_of(run: Run, folder):
     return said
 
 
+def _arguments(side, run, folder):
+    args = side.arguments(**{**arguments_of(run, folder), **dict(run.assigned)})
+    for name, value in assigned_to(run).items():
+        setattr(args, name, value)
+    return args
+
+
+def assigned_to(run):
+    """Return the values that are assigned to arguments after they were built with others."""
+    said, known = arguments_of(run, ""), OURS.arguments.__dataclass_fields__
+    return {name: said.get(name, known[name].default) for name, _ in run.assigned}
+
+
 def class_of(side: Side, run: Run):
     """Return the Trainer's class, or the subclass that a run needs."""
     methods = {}
@@ -125,7 +138,7 @@ def build(side: Side, run: Run, folder, callbacks=()):
     stops = [side.early_stopping(run.patience)] if run.patience else []
     trainer = class_of(side, run)(
         model,
-        side.arguments(**arguments_of(run, folder)),
+        _arguments(side, run, folder),
         data_collator=stack,
         train_dataset=training_data(run),
         eval_dataset=evaluation_data(run),
@@ -167,6 +180,7 @@ def train(side: Side, run: Run, folder, habits, resume=None, closes=False):
             trace.error = error
             return trace
         trace.take(trainer.state.log_history)
+        trace.arguments = {**trainer.args.to_dict(), "output_dir": ""}
         trace.finish(trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
         if closes:
             trainer.strategy.close()
