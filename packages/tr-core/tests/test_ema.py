@@ -164,6 +164,44 @@ def test_a_step_that_was_left_out_does_not_move_the_average(averaged):
     assert equal(copies(trainer.model), average_of(watch.trained[:-1], 0.9)[-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
+def test_a_step_that_was_not_finite_and_left_out_does_not_move_the_average(averaged, optim, dtype):
+    watch, model, bad = Watch(), Classifier().to(dtype), (3, 4, 10)
+    data = samples(40)
+    for step in bad:
+        data[4 * (step - 1)]["x"] = torch.full((8,), torch.nan)
+    options = {"train_dataset": data, "train_sampling_strategy": "sequential", "optim": optim, "num_train_epochs": 1}
+    averaged(model, callbacks=[watch], on_nonfinite="skip", **options, data_collator=in_type(dtype)).train()
+    wide = torch.promote_types(dtype, torch.float32)
+    trained = [{name: tensor.to(wide) for name, tensor in weights.items()} for weights in watch.trained]
+    assert all(equal(trained[step], trained[step - 1]) for step in bad)
+    kept = [weights for step, weights in enumerate(trained) if step not in bad]
+    for name, expected in average_of(kept, 0.9)[-1].items():
+        torch.testing.assert_close(model.state_dict()[name], expected.to(dtype))
+
+
+def in_type(dtype):
+    def collate(rows):
+        x, labels = (torch.stack([row[name] for row in rows]) for name in ("x", "labels"))
+        return {"x": x.to(dtype), "labels": labels}
+
+    return collate
+
+
+def test_an_average_that_may_be_left_out_reads_nothing_and_stays_the_same_to_the_last_bit(read_counter):
+    average = WeightAverage(Classifier(), 0.9)
+    before = copies(average)
+    with torch.no_grad():
+        average.model.layers[0].weight.add_(1.0)
+    with read_counter:
+        average.update(torch.tensor(True))
+    assert read_counter.reads == []
+    assert equal(average.state_dict(), before)
+    average.update(torch.tensor(False))
+    assert not equal(average.state_dict(), before)
+
+
 class Tied(Base):
     """Tied weights, a frozen layer, and norms with running statistics of both kinds."""
 

@@ -1,5 +1,6 @@
 """Steps whose loss or gradient norm is NaN or infinite: shown, left out, or the end of the run."""
 
+import contextlib
 import copy
 import json
 import math
@@ -286,6 +287,25 @@ def test_a_step_reads_the_device_only_where_the_optimizer_cannot_skip_by_itself(
         trainer.train()
     assert len(at_step_end) == 16
     assert at_step_end[-1] - at_step_end[1] == 14 * reads
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "expected"),
+    [
+        ("skip", "sgd", [False, True, False]),
+        ("raise", "adamw_torch_fused", [False, True, True]),
+        ("raise", "sgd with momentum", [None, None, None]),  # it leaves out none
+        ("log", "sgd", [None, None, None]),
+    ],
+)
+def test_events_are_told_on_the_device_which_updates_were_left_out(make_trainer, policy, optimizer, expected):
+    told = []
+    note = on("on_optimizer_step", lambda *, applied, left_out, **_: told.append((applied, left_out)))
+    trainer = build(make_trainer, rows(12, bad=[2]), optimizer, on_nonfinite=policy, callbacks=[note], logging_steps=9)
+    with contextlib.suppress(FloatingPointError):
+        trainer.train()
+    assert [applied for applied, _ in told] == [True] * 3
+    assert [None if left_out is None else bool(left_out) for _, left_out in told] == expected
 
 
 def test_fused_sgd_with_momentum_has_its_flag_read():

@@ -66,7 +66,9 @@ class TrainerCallback:
     asks, or in an event that follows an exchange. Otherwise they do it at the end of the next step.
 
     `on_optimizer_step` gets `applied`, which is False where a float16 overflow skipped the update. Only the device
-    knows which updates `on_nonfinite` skips, so `applied` is True for those.
+    knows which updates `on_nonfinite` leaves out, so `applied` is True for those too. For them it gets `left_out`: a
+    scalar tensor on the device, not 0 where the update was left out, or None where `on_nonfinite` leaves out none.
+    Reading it waits for the device; `torch.where(left_out, ...)` does not.
 
     Every checkpoint saves and restores a callback with `state_dict` and `load_state_dict`. It also saves one with
     `state` and `from_state`, as an `ExportableState` of transformers. A callback that swaps in other weights for
@@ -125,7 +127,7 @@ class TrainerCallback:
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """After the optimizer's step, before the schedule's and before gradients are cleared, with `applied`."""
+        """After the optimizer's step, before the schedule's, with the gradients, `applied` and `left_out`."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After a step, with `state.global_step` and `state.epoch` advanced.

@@ -70,6 +70,7 @@ class LogWindow:
         filters_nonfinite: whether the log omits losses that are not finite.
         step: completed steps of the run when the current step began.
         num_nonfinite: steps whose loss or norm was not finite, a scalar tensor.
+        left_out: whether `on_nonfinite` left out the current update, a scalar tensor; None if it leaves out none.
         num_skipped: updates that were skipped for this reason, a scalar tensor.
         unchecked: loss and norm of the last applied steps, which `num_nonfinite` does not count yet.
         flops: floating-point operations since they were last added to the state.
@@ -88,6 +89,7 @@ class LogWindow:
         self.step_loss = self.loss_sum = self._loss_before_step = self._zero
         self.num_nonfinite = self.num_skipped = torch.zeros_like(self._zero, dtype=torch.int64)
         self.unchecked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.left_out: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate, self.flops = 0.0, 0.0
         self.step = self.last_logged_step = self.first_step = self.first_tokens = 0
@@ -136,6 +138,7 @@ class LogWindow:
 
     def discard_step(self, skip: torch.Tensor) -> None:
         """Remove the current step from the window if a flag on the device is set."""
+        self.left_out = skip
         self.loss_sum = torch.where(skip, self._loss_before_step, self.loss_sum)
         self.num_skipped = self.num_skipped + skip
         self.means.flush(skip)

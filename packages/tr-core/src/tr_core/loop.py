@@ -87,7 +87,7 @@ def train_step(run: Run, step: StepData) -> None:
     window.grad_norm = norm = run.updates.clip_grad_norm(model, optimizer, run.plan.max_grad_norm)
     fire("on_pre_optimizer_step")
     applied = run.updates.step(optimizer)
-    fire("on_optimizer_step", applied=applied)
+    fire("on_optimizer_step", applied=applied, left_out=window.left_out)
     window.end_step(norm, optimizer.param_groups[0]["lr"], applied=applied)
     if applied and not run.follows_metric:
         run.schedule.step()

@@ -74,8 +74,12 @@ class WeightAverage:
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._numbers())
 
-    def update(self) -> None:
-        """Update the average: average ← decay · average + (1 - decay) · weights."""
+    def update(self, left_out: torch.Tensor | None = None) -> None:
+        """Update the average: average ← decay · average + (1 - decay) · weights.
+
+        Args:
+            left_out: scalar on a device; unless 0, the average stays the same, bit for bit.
+        """
         live = self._numbers()
         with torch.no_grad():
             if self._narrow:
@@ -83,7 +87,10 @@ class WeightAverage:
                     live[place] = wide
             for place in self._absent:
                 live[place] = self._average[place]
-            torch._foreach_lerp_(self._average, live, 1 - self.decay)
+            if left_out is None:
+                torch._foreach_lerp_(self._average, live, 1 - self.decay)
+            else:
+                torch._foreach_lerp_(self._average, live, self._shares(left_out))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -160,6 +167,12 @@ class WeightAverage:
         torch._foreach_copy_(wide, narrow)
         return wide
 
+    def _shares(self, left_out: torch.Tensor) -> list[torch.Tensor]:
+        """Return the share of the weights in each average: 0 if the update was left out."""
+        kinds = [(average.device, average.dtype) for average in self._average]
+        shares = {kind: left_out.logical_not().to(*kind, non_blocking=True) * (1 - self.decay) for kind in {*kinds}}
+        return [shares[kind] for kind in kinds]
+
     def _put_in(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self._numbers(), tensors)
@@ -208,13 +221,13 @@ class EMACallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Update the average, unless the step was skipped or no update is due."""
+        """Update the average, unless the step was left out or no update is due."""
         since_start = state.global_step + 1 - self.start_step  # the state does not count this step yet
         if since_start == 0:
             self._of(kwargs["model"]).reset()
             self._has_begun = True
         elif since_start > 0 and since_start % self.update_steps == 0 and kwargs.get("applied", True):
-            self._of(kwargs["model"]).update()
+            self._of(kwargs["model"]).update(kwargs.get("left_out"))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -137,7 +137,8 @@ class RaiseNonfinite:
         self._bad_gradients = torch.where(is_first, self._bad_now, self._bad_gradients)
         if not self.protects_weights:
             return strategy.step(optimizer)
-        return strategy.step(optimizer, skip=self._step > 0)
+        window.left_out = skip = self._step > 0
+        return strategy.step(optimizer, skip=skip)
 
     def check(self) -> None:
         """Raise if a step was not finite."""
