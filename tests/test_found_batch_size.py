@@ -96,6 +96,32 @@ def test_a_found_size_of_which_steps_cannot_be_made_is_not_taken_over(tmp_path):
     assert resumed[3] == 3
 
 
+@pytest.mark.parametrize("sizes", [(2, 8), (8, 2), (4, 4)])
+def test_a_resumed_run_has_the_size_of_its_arguments_where_the_saved_one_was_not_found(tmp_path, sizes):
+    saved, now = ({**AUTO, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": n} for n in sizes)
+    train(str(tmp_path), [99], saved, stop_at=2)
+    resumed = train(str(tmp_path), [99], now, resume=True)
+    assert resumed[3] == sizes[1] == resumed[2][0]
+
+
+def test_a_found_size_is_kept_over_several_resumes(tmp_path):
+    saving = {**AUTO, "save_strategy": "steps", "save_steps": 1}
+    train(str(tmp_path), [2], saving, stop_at=1)
+    train(str(tmp_path), [2], {**saving, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, 2, True)
+    resumed = train(str(tmp_path), [99], saving, resume=True)
+    assert resumed[3] == 2
+    assert set(resumed[2]) == {2}
+
+
+def test_a_size_chosen_after_one_was_found_is_not_found(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    train(str(tmp_path), [2], {**AUTO, **saving}, stop_at=1)
+    chosen = {**saving, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    for number, auto in enumerate((False, True), start=2):
+        train(str(tmp_path), [2], {**chosen, "auto_find_batch_size": auto}, number, True)
+    assert train(str(tmp_path), [99], {**AUTO, **saving}, resume=True)[3] == 8
+
+
 def test_without_the_option_a_resumed_run_has_the_size_of_its_arguments(tmp_path):
     saving = {**AUTO, "save_strategy": "steps", "save_steps": 2}
     train(str(tmp_path), [2], saving, stop_at=2)

@@ -73,7 +73,7 @@ def reduce_batch_size(run: Run, size: int) -> None:
     data.restore_order(order, run.position.samples)
     run.data, methods.loaders["train_dataloader"] = data, loader
     run.plan = make_plan(args, data).with_max_steps(run.plan.max_steps)
-    methods.state.train_batch_size = size
+    methods.state.train_batch_size = run.found_size = size
     logger.warning(
         "memory suffices for fewer than %d samples a device and micro-batch: going on from step %d with %d, and %d "
         "micro-batches a step; a step has the same samples as before",

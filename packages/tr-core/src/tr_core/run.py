@@ -46,6 +46,7 @@ class Run:
         after_step: runs what is due after a step by an override; None without one.
         follows_metric: whether an evaluation steps the schedule, with its metric.
         ignore_keys: outputs of the model that evaluations skip.
+        found_size: samples of a micro-batch on a device that `auto_find_batch_size` found to fit; None without one.
         has_saved: whether this call began to save a checkpoint.
         counts_operations: whether the operations of the next micro-batch are to be counted.
     """
@@ -70,6 +71,7 @@ class Run:
     settings: RunSettings | None = None
     preemption: Preemption | None = None
     ignore_keys: list[str] | None = None
+    found_size: int | None = None
     has_saved: bool = False
     counts_operations: bool = False
 
@@ -303,6 +305,7 @@ class Run:
             "is_at_epoch_end": position.is_at_epoch_end,
             "ends_epoch_early": position.ends_epoch_early,
             "is_epoch_complete": self.is_epoch_complete(),
+            "found_size": self.found_size,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -324,6 +327,7 @@ class Run:
         position.pending = list(state_dict["pending"])
         position.is_at_epoch_end = state_dict["is_at_epoch_end"]
         position.ends_epoch_early = state_dict["ends_epoch_early"]
+        self.found_size = state_dict.get("found_size")
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
         self.data.restore_source(places, strategy.rank, strategy.world_size, in_epoch=position.samples > 0)

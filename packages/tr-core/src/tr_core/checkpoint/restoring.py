@@ -70,8 +70,9 @@ def _restore(run: Run, resume: Resume) -> Restored:
 
 def _fit_to_arguments(run: Run, fresh: TrainerState, schedule_state: dict[str, Any]) -> None:
     args, state = run.methods.args, run.methods.state
+    found, run.found_size = run.found_size, None
     if args.auto_find_batch_size:
-        _adopt_found_size(run)
+        _adopt_found_size(run, found)
         fresh.train_batch_size = args.train_batch_size
     run.window.first_step, run.window.first_tokens = state.global_step, state.num_input_tokens_seen
     saved_max_steps = state.max_steps
@@ -93,13 +94,15 @@ def _fit_to_arguments(run: Run, fresh: TrainerState, schedule_state: dict[str, A
     )
 
 
-def _adopt_found_size(run: Run) -> None:
+def _adopt_found_size(run: Run, found: int | None) -> None:
     """Use the micro-batch size that the saved run found to fit, if it divides the current step."""
-    args, found = run.methods.args, run.methods.state.train_batch_size
-    if found is None or found >= args.train_batch_size:
+    args = run.methods.args
+    if found is None or args.train_batch_size * args.gradient_accumulation_steps % found:
         return
-    if args.train_batch_size * args.gradient_accumulation_steps % found == 0:
+    if found < args.train_batch_size:
         reduce_batch_size(run, found)
+    if found == args.train_batch_size:
+        run.found_size = found
 
 
 class CallbackStates:
