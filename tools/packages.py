@@ -43,7 +43,7 @@ PACKAGES = (
     Package("tr-args", siblings=("tr-log",), torch=False),
     Package("tr-core", siblings=("tr-args", "tr-log")),
     Package("tr-ckpt", siblings=("tr-log",)),
-    Package("tr-optim"),
+    Package("tr-optim", siblings=("tr-log",)),
     Package("tr-dist", siblings=("tr-log",)),
     Package("tr-all", siblings=("tr-args", "tr-log", "tr-core", "tr-ckpt", "tr-optim", "tr-dist")),
 )

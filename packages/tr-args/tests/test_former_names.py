@@ -1,5 +1,6 @@
 """Former names of arguments."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tr_args import ArgumentsError, TrainingArguments
+from tr_args import ArgumentParser, ArgumentsError, TrainingArguments
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,42 @@ def test_a_former_name_may_repeat_what_the_present_one_says():
     args = TrainingArguments(group_by_length=False, train_sampling_strategy="sequential")
     assert args.train_sampling_strategy == "sequential"
     assert TrainingArguments(warmup_ratio=0, warmup_steps=20).warmup_steps == 20
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"warmup_ratio": 0.03, "warmup_steps": 0}, 0.03),
+        ({"warmup_steps": "0.0", "warmup_ratio": "0.03"}, 0.03),
+        ({"warmup_ratio": 0.0, "warmup_steps": 0}, 0),
+        ({"warmup_ratio": None}, 0),
+        ({"warmup_ratio": None, "warmup_steps": 20}, 20),
+        ({"warmup_ratio": None, "warmup_steps": 0.1}, 0.1),
+    ],
+)
+def test_a_ratio_of_warmup_stands_beside_no_steps_and_none_says_nothing(given, expected, tmp_path):
+    assert TrainingArguments(**given).warmup_steps == expected
+    (tmp_path / "x.json").write_text(json.dumps(given))
+    [args] = ArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--config", str(tmp_path / "x.json")])
+    assert args.warmup_steps == expected
+    if None not in given.values():
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        assert ArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)[0].warmup_steps == expected
+
+
+def test_no_value_for_a_former_name_leaves_the_present_one():
+    args = TrainingArguments(
+        evaluation_strategy=None, per_gpu_train_batch_size=None, per_device_train_batch_size=4,
+        gradient_checkpointing_kwargs=None, activation_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip
+    assert (args.eval_strategy, args.per_device_train_batch_size) == ("no", 4)
+    assert args.activation_checkpointing_kwargs == {"use_reentrant": False}
+
+
+def test_a_ratio_of_warmup_with_steps_that_are_wrong_is_one_problem():
+    with pytest.raises(ArgumentsError) as caught:
+        TrainingArguments(warmup_ratio=0.1, warmup_steps=-1)
+    assert [problem.field for problem in caught.value.problems] == ["warmup_steps"]
 
 
 def test_overwrite_output_dir_and_logging_dir_are_arguments_of_their_own():

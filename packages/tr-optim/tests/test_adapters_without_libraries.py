@@ -135,7 +135,7 @@ def test_every_name_has_a_factory_and_every_extra_is_declared():
     extras = PROJECT["optional-dependencies"]
     for extra in EXTRAS.values():
         assert [required.partition(">")[0] for required in extras[extra]] == [extra]
-    assert [required.partition(">")[0] for required in PROJECT["dependencies"]] == ["torch", "numpy"]
+    assert [required.partition(">")[0] for required in PROJECT["dependencies"]] == ["tr-log", "torch", "numpy"]
 
 
 def test_nothing_is_imported_before_a_name_is_asked_for():

@@ -18,9 +18,11 @@ from tr_optim import (
 )
 from tr_optim.any_precision import AnyPrecisionAdamW
 from tr_optim.engine.settings import GaLoreOptions, Projection
-from tr_optim.options import flag, number, number_pair, optional_number, read_options
+from tr_optim.options import flag, number, number_pair, optional_number, optional_word, read_options, word
 
-TAKES = {"rate": number, "beta": optional_number, "eps": number_pair, "scale": flag}
+TAKES = {
+    "rate": number, "beta": optional_number, "eps": number_pair, "scale": flag, "kind": word, "compat": optional_word,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,8 @@ TAKES = {"rate": number, "beta": optional_number, "eps": number_pair, "scale": f
         (" rate = 2 , scale=False,", {"rate": 2.0, "scale": False}),
         ("eps=(1e-30, 1e-3),rate=1", {"eps": (1e-30, 1e-3), "rate": 1.0}),
         ("eps=[1,2]", {"eps": (1.0, 2.0)}),
+        ("kind='std', eps='(1, 2)', compat=\"x\"", {"kind": "std", "eps": (1.0, 2.0), "compat": "x"}),
+        ("kind=none, compat=none", {"kind": "none", "compat": None}),
         ('{"rate": 1, "eps": [1, 2], "beta": null}', {"rate": 1.0, "eps": (1.0, 2.0), "beta": None}),
         ({"beta": "None", "scale": True, "rate": "3"}, {"beta": None, "scale": True, "rate": 3.0}),
     ],
@@ -43,18 +47,23 @@ def test_options_are_read_from_text_json_and_mappings(given, expected):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("rate", "optim_args='rate' cannot be read at 'rate'; write name=value"),
-        ("=3", "cannot be read at '=3'"),
-        ("{rate: 1}", "is not JSON"),
-        ("speed=1", "test does not take 'speed'; it takes beta, eps, rate, scale$"),
+        ("rate", "optim_args='rate' needs name=value parts separated by commas, not 'rate'"),
+        ("=3", "needs name=value parts separated by commas, not '=3'"),
+        ("{rate: 1}", "needs name=value parts or JSON; as JSON it breaks off at character 2"),
+        ("rate=1, rate=2", "needs each name once; rate is there twice"),
+        ("kind=1", "kind=1 of test needs a word"),
+        ("kind=true", "kind=True of test needs a word"),
+        ({"kind": ["a"]}, "kind=.'a'. of test needs a word"),
+        ({"compat": 1}, "compat=1 of test needs a word"),
+        ("speed=1", "test does not take 'speed'; it takes beta, compat, eps, kind, rate, scale$"),
         ("rat=1", "did you mean rate?"),
         ("rate=fast", "optim_args: rate='fast' of test needs a number"),
         ({"rate": True}, "rate=True of test needs a number"),
         ("beta=x", "beta='x' of test needs a number"),
-        ("eps=1", "eps='1' of test needs two numbers, such as"),
+        ("eps=1", "eps=1 of test needs two numbers, such as"),
         ({"eps": 1}, "eps=1 of test needs two numbers"),
         ({"eps": ["a", 1]}, "of test needs a number"),
-        ("scale=1", "scale='1' of test needs true or false"),
+        ("scale=1", "scale=1 of test needs true or false"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(given, message):

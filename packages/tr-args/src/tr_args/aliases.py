@@ -38,6 +38,7 @@ class Alias:
         hint: Any = None,
         write: Callable[[Any], Any] | None = None,
         read: Callable[[Any], Any] | None = None,
+        gives_way: Any = None,
     ) -> None:
         """Describe the relation.
 
@@ -46,11 +47,13 @@ class Alias:
             hint: type of the former argument where it differs.
             write: turns a value of the former argument into one of the field.
             read: turns a value of the field into one of the former argument.
+            gives_way: value of the field that says nothing where both are given; None if there is none.
         """
         self.target = target
         self.hint = hint
         self.write = write or (lambda value: value)
         self.read = read or (lambda value: value)
+        self.gives_way = gives_way
         self.name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -144,4 +147,6 @@ class OldNames:
     no_cuda = Alias("use_cpu")
     per_gpu_eval_batch_size = Alias("per_device_eval_batch_size")
     per_gpu_train_batch_size = Alias("per_device_train_batch_size")
-    warmup_ratio = Alias("warmup_steps", hint=Annotated[float, Between(0, 1, open_end=True)], read=_as_ratio)
+    warmup_ratio = Alias(
+        "warmup_steps", hint=Annotated[float, Between(0, 1, open_end=True)], read=_as_ratio, gives_way=0
+    )

@@ -94,10 +94,13 @@ def _rename(cls: type, name: str, alias: Alias, item: Given) -> Given:
 
 
 def without_aliases(cls: type, given: Mapping[str, Given], problems: list[Problem]) -> dict[str, Given]:
-    """Replace former names by their fields; two names with different values are a problem."""
+    """Replace former names by their fields; two names with different values are a problem.
+
+    None for a former name says nothing: it was the default of many.
+    """
     former = aliases(cls)
     known = {name: item for name, item in given.items() if name not in former}
-    for name in (name for name in given if name in former):
+    for name in (name for name, item in given.items() if name in former and item.value is not None):
         alias, item = former[name], given[name]
         try:
             renamed = _rename(cls, name, alias, item)
@@ -105,7 +108,7 @@ def without_aliases(cls: type, given: Mapping[str, Given], problems: list[Proble
             problems.append(Problem(name, item.value, str(refusal), item.origin))
             continue
         other = known.get(alias.target)
-        if other is None:
+        if other is None or _gives_way(cls, alias, other):
             known[alias.target] = renamed
         elif not _agree(cls, alias, item, other):
             message = f"are two names of one argument with different values; keep {alias.target}"
@@ -113,6 +116,13 @@ def without_aliases(cls: type, given: Mapping[str, Given], problems: list[Proble
                 Problem(alias.target, other.value, message, other.origin, ((name, item.value, item.origin),))
             )
     return known
+
+
+def _gives_way(cls: type, alias: Alias, other: Given) -> bool:
+    try:
+        return alias.gives_way is not None and convert_field(schema(cls)[alias.target], other.value) == alias.gives_way
+    except RefusedError:
+        return False  # reported where the field itself is converted
 
 
 def _agree(cls: type, alias: Alias, item: Given, other: Given) -> bool:

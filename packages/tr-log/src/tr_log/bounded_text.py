@@ -1,4 +1,4 @@
-"""Read configuration files of limited size, JSON and YAML of limited depth, and YAML of limited expansion."""
+"""Read configuration files and options of limited size, JSON and YAML of limited depth and expansion."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ MOST_LEVELS = 64  # mappings and lists within each other; the deepest real confi
 MOST_DIGITS = 400  # more than any float has; Python itself refuses to write 4,300
 # Without aliases YAML has at most one element for each of its characters. It may have this many more.
 SPARE_ELEMENTS = 100_000
+MOST_OPTION_CHARACTERS = 10_000
 PIPE_PATIENCE_S = 300.0  # the program behind a pipe may ask for a password first
 
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 # The end of the text also ends a string. Otherwise each quote in an unclosed string would start a new search.
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
 _BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)|([\[{])|([\]}])', re.DOTALL)
 
 
@@ -74,6 +77,82 @@ def load_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_int=_whole_number, parse_float=number)
     except json.JSONDecodeError as error:
         raise ContentError(f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Return options by name from JSON, or from `name=value` parts separated by commas.
+
+    A value may hold commas within quotes or brackets. Numbers, `true`, `false`, `none` and bracketed lists are
+    converted; quoted text stays text.
+
+    Raises:
+        ContentError: the text cannot be read; says which part, and what it needs.
+    """
+    if len(text) > MOST_OPTION_CHARACTERS:
+        raise ContentError(f"needs at most {MOST_OPTION_CHARACTERS:,} characters; it has {len(text):,}")
+    if text.lstrip().startswith("{"):
+        return _options_from_json(text)
+    options: dict[str, Any] = {}
+    for part in _split(text):
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if not equals or not name.isidentifier():
+            raise ContentError(f"needs name=value parts separated by commas, not {part.strip()!r}")
+        if name in options:
+            raise ContentError(f"needs each name once; {name} is there twice")
+        options[name] = _literal(value.strip())
+    return options
+
+
+def _options_from_json(text: str) -> dict[str, Any]:
+    try:
+        return dict(load_json(text))
+    except ContentError as error:
+        at = (
+            f"breaks off at character {error.__cause__.pos + 1}"
+            if isinstance(error.__cause__, json.JSONDecodeError)
+            else error
+        )
+        raise ContentError(f"needs name=value parts or JSON; as JSON it {at}") from None
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that lie outside quotes and brackets."""
+    parts, start, closers, quote = [], 0, [], ""
+    for position, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in _CLOSING:
+            closers.append(_CLOSING[character])
+            if len(closers) > MOST_LEVELS:
+                raise ContentError(f"needs at most {MOST_LEVELS} brackets within each other")
+        elif closers and character == closers[-1]:
+            closers.pop()
+        elif character == "," and not closers:
+            parts.append(text[start:position])
+            start = position + 1
+    if quote or closers:
+        raise ContentError(f"needs the closing {quote or closers[-1]} of a value")
+    return [part for part in (*parts, text[start:]) if part.strip()]
+
+
+def _literal(text: str) -> Any:
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
+        return [_literal(part.strip()) for part in _split(text[1:-1])]
+    for kind in (int, number):
+        try:
+            return kind(text)
+        except ContentError as error:
+            raise ContentError(f"needs numbers; it {error}") from None
+        except ValueError:
+            continue
+    return text
 
 
 def number(text: str) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any, get_type_hints
+
+from tr_log.bounded_text import ContentError, parse_options
 
 Converter = Callable[[Any], Any]
 
@@ -20,7 +21,7 @@ def read_options(given: str | Mapping[str, Any] | None, takes: Mapping[str, Conv
     """Return options by name, converted to the types that their optimizer takes.
 
     Args:
-        given: a mapping, JSON text of one, `name=value` parts separated by commas (not within brackets), or None.
+        given: a mapping, text as `tr_log.bounded_text.parse_options` reads it, or None.
         takes: for each option the function that converts its value, and raises ValueError or TypeError for a bad one.
         owner: whose options these are, for messages.
 
@@ -103,14 +104,34 @@ def flag(value: Any) -> bool:
     return words[str(value).lower()]
 
 
+def word(value: Any) -> str:
+    """Return text; `none` where it was read as nothing.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    if value is None or isinstance(value, str):
+        return "none" if value is None else value
+    raise ValueError("needs a word")
+
+
+def optional_word(value: Any) -> str | None:
+    """Return text, or None from None or the word.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return None if word(value).lower() in ("none", "null") else word(value)
+
+
 _OF_TYPES: dict[Any, Converter] = {
     int: whole_number,
     int | None: whole_number,
     float: number,
     float | None: optional_number,
     bool: flag,
-    str: str,
-    str | None: str,
+    str: word,
+    str | None: optional_word,
 }
 ADALOMO_OPTIONS: dict[str, Converter] = {"eps": number_pair, "clip_threshold": number, "decay_rate": number}
 ADAFACTOR_OPTIONS: dict[str, Converter] = {**ADALOMO_OPTIONS, "beta1": optional_number, "scale_parameter": flag}
@@ -127,21 +148,9 @@ def converters(options: type, without: Container[str] = ()) -> dict[str, Convert
 
 
 def _by_name(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    if given.lstrip().startswith("{"):
-        try:
-            return json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"optim_args={given!r} is not JSON: {error}; give a mapping or name=value parts") from None
-    options: dict[str, Any] = {}
-    for part in re.split(r",(?![^(\[]*[)\]])", given):
-        name, equals, value = (text.strip() for text in part.partition("="))
-        if not part.strip():
-            continue
-        if not equals or not name:
-            raise ValueError(f"optim_args={given!r} cannot be read at {part.strip()!r}; write name=value,name=value")
-        options[name] = value
-    return options
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    try:
+        return parse_options(given)
+    except ContentError as error:
+        raise ValueError(f"optim_args={given!r} {error}") from None

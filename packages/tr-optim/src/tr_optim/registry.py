@@ -27,6 +27,7 @@ from tr_optim.options import (
     optional_number,
     read_options,
     whole_number,
+    word,
 )
 from tr_optim.targets import Targets, find_targets
 
@@ -118,8 +119,8 @@ def divide_groups(groups: Groups, targets: Targets) -> Groups:
     return divided
 
 
-_APOLLO: dict[str, Converter] = {"proj": str, "scale_type": str}
-_FIRA: dict[str, Converter] = {"method": str}
+_APOLLO: dict[str, Converter] = {"proj": word, "scale_type": word}
+_FIRA: dict[str, Converter] = {"method": word}
 _MINI = {"rank": 1, "scale_type": "tensor", "scale": 128.0}
 
 

@@ -6,17 +6,12 @@ A rule gives the parameters that it names their own learning rate, weight decay 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from json import JSONDecodeError
 from typing import Any
 
 from tr_args.constraints import Constraint, NonNegative
 from tr_args.conversion import convert
 from tr_args.errors import RefusedError, did_you_mean, show
-from tr_log.bounded_text import MOST_LEVELS, ContentError, load_json, number
-
-MOST_CHARACTERS = 10_000
-_OPENING = {"[": "]", "(": ")", "{": "}"}
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
+from tr_log.bounded_text import ContentError, parse_options
 
 
 class OptimizerOptions(Constraint):
@@ -42,71 +37,10 @@ def parse_optim_args(value: str | Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if isinstance(value, Mapping):
         return dict(value)
-    if len(value) > MOST_CHARACTERS:
-        raise RefusedError(f"needs at most {MOST_CHARACTERS:,} characters; it has {len(value):,}")
-    if value.lstrip().startswith("{"):
-        return _from_json(value)
-    options: dict[str, Any] = {}
-    for part in _split(value):
-        name, equals, text = part.partition("=")
-        name = name.strip()
-        if not equals or not name.isidentifier():
-            raise RefusedError(f"needs name=value parts separated by commas, not {part.strip()!r}")
-        if name in options:
-            raise RefusedError(f"needs each name once; {name} is there twice")
-        options[name] = _literal(text.strip())
-    return options
-
-
-def _from_json(text: str) -> dict[str, Any]:
     try:
-        return dict(load_json(text))
+        return parse_options(value)
     except ContentError as error:
-        at = (
-            f"breaks off at character {error.__cause__.pos + 1}"
-            if isinstance(error.__cause__, JSONDecodeError)
-            else error
-        )
-        raise RefusedError(f"needs name=value parts or JSON; as JSON it {at}") from None
-
-
-def _split(text: str) -> list[str]:
-    """Split at the commas that lie outside quotes and brackets."""
-    parts, start, closers, quote = [], 0, [], ""
-    for position, character in enumerate(text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in _OPENING:
-            closers.append(_OPENING[character])
-            if len(closers) > MOST_LEVELS:
-                raise RefusedError(f"needs at most {MOST_LEVELS} brackets within each other")
-        elif closers and character == closers[-1]:
-            closers.pop()
-        elif character == "," and not closers:
-            parts.append(text[start:position])
-            start = position + 1
-    if quote or closers:
-        raise RefusedError(f"needs the closing {quote or closers[-1]} of a value")
-    return [part for part in (*parts, text[start:]) if part.strip()]
-
-
-def _literal(text: str) -> Any:
-    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
-        return [_literal(part.strip()) for part in _split(text[1:-1])]
-    for kind in (int, number):
-        try:
-            return kind(text)
-        except ContentError as error:
-            raise RefusedError(f"needs numbers; it {error}") from None
-        except ValueError:
-            continue
-    return text
+        raise RefusedError(str(error)) from None
 
 
 RULE_KEYS = ("params", "name", "learning_rate", "lr_scale", "weight_decay")

@@ -31,6 +31,7 @@ from tr_optim.options import (
     optional_number,
     read_options,
     whole_number,
+    word,
 )
 from tr_optim.registry import Groups, divide_groups, projects_modules, resolve_targets
 
@@ -171,7 +172,7 @@ def muon(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
     """
     from tr_optim.adapters.torch_muon import MuonAdamW, hidden_matrices
 
-    takes = {"momentum": number, "nesterov": flag, "ns_steps": whole_number, "adjust_lr_fn": str}
+    takes = {"momentum": number, "nesterov": flag, "ns_steps": whole_number, "adjust_lr_fn": word}
     options = read_options(args.optim_args, takes, "muon")
     targets = hidden_matrices(model, args.optim_target_modules)
     return MuonAdamW(divide_groups(groups, targets), **adam_arguments(args), **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tr_optim.options import Converter, flag, optional_number, read_options
+from tr_optim.options import Converter, flag, optional_number, read_options, word
 
 _ACCUMULATE = ("refuse", "store")
 _NONFINITE = ("skip_tensor", "skip_step")
@@ -126,7 +126,7 @@ def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Conv
     Raises:
         ValueError: `optim_args` has an unknown option, or an argument is not supported.
     """
-    own = {"clip_grad_value": optional_number, "accumulate": str, "nonfinite": str, "stochastic_rounding": flag}
+    own = {"clip_grad_value": optional_number, "accumulate": word, "nonfinite": word, "stochastic_rounding": flag}
     options = read_options(args.optim_args, {**own, **takes}, owner)
     if args.gradient_accumulation_steps > 1 and options.get("accumulate", "refuse") == "refuse":
         steps = f"optim={owner!r} with gradient_accumulation_steps={args.gradient_accumulation_steps}: "
