@@ -53,6 +53,16 @@ def test_an_object_that_lacks_methods_is_named_with_them():
         check_strategy(object())
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("together", [False, True])
+def test_the_norm_of_a_step_without_a_gradient_is_where_the_parameters_are(together, max_norm):
+    strategy, model = SingleDevice("meta"), torch.nn.Linear(2, 1, device="meta")
+    optimizer = torch.optim.SGD(strategy.prepare(model).parameters(), lr=0.1)
+    strategy._are_of_one_kind = together  # as on a GPU, which torch needs to be there
+    norm = strategy.clip_grad_norm(model, optimizer, max_norm)
+    assert (norm.shape, norm.device.type) == ((), "meta")
+
+
 # Strategies of users
 
 

@@ -192,11 +192,14 @@ class SingleDevice(StrategyDefaults):
         """Compute the gradients' norm on the device, and clip them to `max_norm` unless that is None."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.device)  # torch's own functions return one on the CPU
         if self._are_of_one_kind:
-            return clip_together(self._parameters, max_norm)
+            return clip_together(gradients, max_norm)
         if max_norm is not None:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm)
-        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        return nn.utils.get_total_norm(gradients)
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
         """Apply the gradients, unless `skip` is set. With fp16 a step that overflowed is skipped."""
@@ -256,15 +259,12 @@ def are_of_one_kind(parameters: list[torch.Tensor]) -> bool:
 
 
 @torch.no_grad()
-def clip_together(parameters: list[torch.Tensor], max_norm: float | None) -> torch.Tensor:
-    """Return the 2-norm of all gradients, and scale them so that it is at most `max_norm`, unless that is None.
+def clip_together(gradients: list[torch.Tensor], max_norm: float | None) -> torch.Tensor:
+    """Return the 2-norm of gradients, and scale them so that it is at most `max_norm`, unless that is None.
 
     The result is that of `torch.nn.utils.clip_grad_norm_`, to the bit, if `are_of_one_kind`. That function sorts the
     gradients by device and type, twice, which takes longer than the arithmetic for a small model.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     if max_norm is not None:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
