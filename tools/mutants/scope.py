@@ -9,13 +9,13 @@ from packages import ROOT, package
 # Patterns below a package's source folder.
 SCOPE = {
     "tr-core": (
-        "item_count.py",
         "log_window.py",
         "loop.py",
         "loss.py",
         "metric_means.py",
         "plan.py",
         "random_state.py",
+        "rollback.py",
         "state.py",
         "trainer/loss_methods.py",
         "checkpoint/optimizer_groups.py",

@@ -282,23 +282,6 @@ def test_an_evaluation_counts_batches_by_what_their_loss_is_divided_by(make_trai
     assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-5)
 
 
-def reading(outputs, labels, num_items_in_batch=None):
-    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / int(num_items_in_batch)
-
-
-def test_an_evaluation_that_cannot_be_weighed_is_refused_only_where_it_matters(make_trainer):
-    class Repeats(IgnoresCount):
-        def forward(self, x, labels=None, **kwargs):
-            return {"logits": self.layers(x)[:, None].expand(-1, 4, -1).transpose(1, 2)}
-
-    options = {"compute_loss_func": reading, "per_device_eval_batch_size": 2}
-    trainer = make_trainer(model=Repeats(), eval_dataset=sparse_samples(7)[:5], **options)
-    with pytest.raises(ValueError, match="cannot be seen: num_items_in_batch was read as a number"):
-        trainer.evaluate()
-    even = [row | {"labels": row["labels"].clamp(min=0)} for row in sparse_samples(7)]
-    assert make_trainer(model=Repeats(), eval_dataset=even, **options).evaluate()["eval_loss"] > 0
-
-
 def test_perplexity_of_a_loss_that_is_no_mean_over_tokens_is_refused(make_trainer):
     trainer = make_trainer(model=OverSamples(), eval_dataset=sparse_samples(5), eval_perplexity=True)
     with pytest.raises(ValueError, match="eval_perplexity=True needs a mean over tokens.*does not depend on num_items"):

@@ -8,8 +8,8 @@ A step's loss is the mean over the contents of its micro-batches, in one of two 
 - *Mean*: the loss is a mean over its own micro-batch. It is divided by the actual number of micro-batches in the step.
   It is weighted if ranks hold unequal shares of a short micro-batch.
 
-The signature does not show which of the two it is, so nothing is guessed from it. The count is passed as an
-`ItemCount`, which marks everything that is calculated with it. Each micro-batch's loss is checked for that mark. A
+The signature does not show which of the two it is, so nothing is guessed from it. Where it matters, the loss of the
+first micro-batch is computed with the count and with twice the count: half of it is counted, the same is a mean. A
 user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
 
 This file also holds dicts of losses from an override of `compute_loss`, label smoothing, and `StepScope`, the data of
@@ -18,7 +18,7 @@ the current step and micro-batch.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
-from tr_core.item_count import ItemCount, divides_by_any, plain
 from tr_core.metric_means import MetricWindow, check_name
 from tr_core.model_io import IGNORED_TARGET, accepts_count, averages_over_targets, shifts_targets
 from tr_core.protocols import Collectives, Strategy
 from tr_core.signatures import takes_argument
+from tr_log.phases import EXCHANGE, phase
 
 
 class Division(Enum):
@@ -42,6 +42,56 @@ class Division(Enum):
     MEAN = "what its own micro-batch holds"
     COUNTED = "the count of the whole step"
     AS_IS = "whatever its user wants"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Hold the loss of one batch with its count and with twice the count, all else equal.
+
+    Attributes:
+        once: the loss with `count`; None if the loss is no single number, which its backward pass refuses.
+        unit: the largest relative error of one rounding in the loss's type.
+    """
+
+    count: float
+    once: float | None
+    twice: float
+    unit: float
+
+
+_COUNTED, _MEAN, _ZERO, _UNCLEAR = "counted", "mean", "zero", "unclear"
+
+
+def compare(pairs: Sequence[Pair]) -> str | None:
+    """Find out from the same batch, looked at once or repeatedly, what its loss is divided by.
+
+    The longest way to divide is `exp(log(sum) - log(count))`. Its two logarithms, up to 16 each, and their difference
+    are rounded, in both losses: at most 64 units of rounding. More than 1/32 would hide a part of the loss that is not
+    divided. A loss that differs by itself, as sums in an arbitrary order do, may differ by four times that.
+
+    Returns:
+        `counted` if twice the count halves the loss, `mean` if it changes nothing, `zero` for a loss of 0, which shows
+        neither, `unclear` for all else. None if the loss is not finite.
+    """
+    first = pairs[0]
+    if first.once is None or not all(math.isfinite(loss) for pair in pairs for loss in _losses(pair)):
+        return None
+    if first.once == 0.0:
+        return _ZERO if first.twice == 0.0 else _UNCLEAR
+    spread = max(abs(loss - other) for pair in pairs for loss, other in zip(_losses(pair), _losses(first), strict=True))
+    tolerance = min(64 * first.unit, 1 / 32) + 4 * spread / abs(first.once)
+    if tolerance > 1 / 8:
+        return _UNCLEAR
+    ratio = first.twice / first.once
+    return _COUNTED if abs(ratio - 0.5) <= tolerance else _MEAN if abs(ratio - 1.0) <= tolerance else _UNCLEAR
+
+
+def _are_unclear(answers: set[str | None]) -> bool:
+    return _UNCLEAR in answers or {_COUNTED, _MEAN} <= answers
+
+
+def _losses(pair: Pair) -> tuple[float, float]:
+    return (math.nan if pair.once is None else pair.once), pair.twice
 
 
 class LossRule:
@@ -53,8 +103,10 @@ class LossRule:
         declared: returns the user's declaration whether the model takes the count; None without one.
 
     Attributes:
-        observed: whether the last loss that could be checked depended on the count; None before the first.
-        division: what the last loss that was looked at was divided by.
+        is_open: whether the losses of training were not looked at yet.
+        observed: whether the losses of training are divided by the count; None if that is not known.
+        evaluated: the same of the losses of evaluations.
+        was_zero: whether the last loss that was looked at was 0, and said nothing.
         is_own_loss: set by `Trainer.compute_loss`: the Trainer computes the loss, not only an override.
     """
 
@@ -76,11 +128,11 @@ class LossRule:
         )
         self._shifts = shifts_targets(model)
         self._averages_over_targets = compute_loss_func is None and averages_over_targets(model)
-        self._evaluated: tuple[bool | None, ...] = ()
-        self._watches_aliases = False
-        self.observed: bool | None = None
-        self.division = Division.MEAN
+        self._gave_count = self._may_look = False
+        self._is_unclear = False
+        self.evaluated: bool | None = None
         self.is_own_loss = False
+        self.forget()
 
     @property
     def accepts_count(self) -> bool:
@@ -124,63 +176,79 @@ class LossRule:
         targets = self._targets(inputs)
         return None if targets is None else targets.ne(IGNORED_TARGET).sum()
 
-    def hand_over(self, num_items: torch.Tensor) -> ItemCount:
-        """Return the count for a loss; `judge` later checks how the loss used it."""
-        ItemCount.reads.clear()
-        self.is_own_loss = False
-        compiler: Any = sys.modules.get("torch._functorch.config")
-        if compiler is not None and getattr(compiler, "check_custom_op_aliasing", False):
-            # This check refuses any subclass of a tensor at the first call of compiled code.
-            compiler.check_custom_op_aliasing, self._watches_aliases = False, True
-        return num_items.as_subclass(ItemCount)
+    # Training
 
-    def judge(
-        self, loss: torch.Tensor, given_count: bool | None, size: int, weight: float, is_scaled: bool | None = None
-    ) -> Division:
-        """Find out what a micro-batch's loss was divided by.
+    def forget(self) -> None:
+        """Look at the losses of training again: a run begins."""
+        self.is_open, self.was_zero = True, False
+        self.observed: bool | None = None
 
-        Raise ValueError if the divisor matters but cannot be observed, or contradicts the user's declaration.
-        """
-        used = self._look(loss) if given_count else False
-        if given_count and used is not None:
-            self.observed = used
-        if is_scaled is not None:
-            is_ours = bool(used) and self.is_own_loss
-            return Division.COUNTED if is_scaled and is_ours else Division.AS_IS if is_scaled else Division.MEAN
-        if not used and (size > 1 or weight != 1.0 or self._over_ranks):
-            if used is None:
-                raise ValueError(_cannot_be_seen())
-            if given_count is not None and self._declared():
-                raise ValueError(_contradicts())
-        return Division.COUNTED if used else Division.MEAN
+    def asks(self, size: int, is_scaled: bool | None) -> bool:
+        """Whether a loss must be looked at: what it is divided by is not known and matters. The same on all ranks."""
+        matters = size > 1 or self._strategy.world_size > 1
+        return self.is_open and matters and (is_scaled is None or (is_scaled and self._over_ranks))
 
-    def judge_evaluation(self, loss: torch.Tensor, given_count: bool) -> torch.Tensor:
-        """Record whether the loss of an evaluation batch depends on the count, and return it as a plain tensor."""
-        self._evaluated = (self._look(loss),) if given_count else ()
-        return plain(loss)
+    def observe(self, look: Callable[[], Pair], *, has_targets: bool, is_scaled: bool | None) -> None:
+        """Find out what the losses of training are divided by. Collective.
 
-    def weighs_targets(self, without_count: bool) -> bool | None:
-        """Whether the loss of the last evaluation batch is a mean over its targets, not over its samples.
-
-        It is if the loss depended on the count, or if the losses of training do. It also is if the model computes the
-        loss itself and its code shows such a mean.
+        A loss of 0 or one that is not finite says nothing: the next one is looked at.
 
         Args:
-            without_count: the answer if neither was observed, because this loss got no count.
+            look: computes the loss of a micro-batch with the count and with twice the count.
+            has_targets: whether it has a target; the sum over none is 0, and so is its gradient.
+            is_scaled: the user's declaration.
 
-        Returns:
-            True or False; None if the loss may have been divided by a number that was read from the count.
+        Raises:
+            ValueError: the loss is neither, or contradicts the user's declaration.
         """
-        seen, self._evaluated = self._evaluated, ()
-        if True in seen or (self.is_own_loss and self._averages_over_targets):
-            return True
-        if self.observed is not None:
-            return self.observed
-        return seen[0] if seen else without_count
+        pairs = [look()]
+        answers, seen = self._exchange(pairs, has_targets=has_targets)
+        if _are_unclear(answers):
+            pairs.append(look())
+            answers, seen = self._exchange(pairs, has_targets=has_targets)
+        is_unclear = _are_unclear(answers)
+        if is_unclear and is_scaled is None:
+            raise ValueError(_unclear(seen))
+        if is_unclear or answers & {_COUNTED, _MEAN}:
+            self.is_open, self.observed = False, _MEAN not in answers
+        self.was_zero = self.is_open and _ZERO in answers and is_scaled is None
+
+    def _exchange(self, pairs: list[Pair], *, has_targets: bool) -> tuple[set[str | None], list[list[Pair]]]:
+        """Return what the ranks found, and what they saw. Collective."""
+        answer = compare(pairs)
+        with phase(EXCHANGE):
+            gathered = self._strategy.gather_objects((None if answer == _ZERO and not has_targets else answer, pairs))
+        return {found for found, _ in gathered}, [seen for _, seen in gathered]
+
+    def refuse_zero(self) -> None:
+        """Raise ValueError: a loss of 0 has gradients, and what divides them is not known."""
+        raise ValueError(
+            "the loss of this micro-batch is 0 and its gradients are not, so whether it is divided by "
+            f"num_items_in_batch cannot be seen, and decides what the gradients are divided by. {_DECLARE}"
+        )
+
+    def division(self, given_count: bool | None, size: int, is_scaled: bool | None = None) -> Division:
+        """Return what a micro-batch's loss is divided by.
+
+        Args:
+            given_count: whether the loss got the count; None if nothing was counted.
+            size: micro-batches of the step.
+            is_scaled: the user's declaration.
+
+        Raises:
+            ValueError: it contradicts the user's declaration.
+        """
+        used = bool(given_count and self.observed)
+        if is_scaled is not None:
+            is_ours = used and self.is_own_loss
+            return Division.COUNTED if is_scaled and is_ours else Division.AS_IS if is_scaled else Division.MEAN
+        is_known = given_count is False or (given_count and self.observed is not None)
+        if is_known and not used and (size > 1 or self._over_ranks) and self._declared():
+            raise ValueError(_contradicts())
+        return Division.COUNTED if used else Division.MEAN
 
     def share(self, loss: torch.Tensor, division: Division, size: int, weight: float) -> torch.Tensor:
         """Scale one micro-batch's loss, or a part of it, to its share of the step's loss."""
-        loss = plain(loss)
         if division is not Division.MEAN:
             if weight == 0.0:  # a filler sample that belongs to another rank, which counts it
                 return loss * 0.0
@@ -189,15 +257,52 @@ class LossRule:
             loss = loss * weight
         return loss / size if size > 1 else loss
 
-    def _look(self, loss: torch.Tensor) -> bool | None:
-        """Whether a loss depends on the count that it got; None if that cannot be observed."""
-        if self._watches_aliases:
-            compiler: Any = sys.modules["torch._functorch.config"]
-            compiler.check_custom_op_aliasing = True
-            self._watches_aliases = False
-        if isinstance(loss, ItemCount):
+    # Evaluation
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation, whose first batch is looked at if what its losses are divided by is not known."""
+        self._gave_count, self._may_look = False, not self._is_unclear
+
+    def asks_in_evaluation(self, *, is_own: bool) -> bool:
+        """Whether the loss of an evaluation batch that got the count must be looked at.
+
+        With several ranks only the first batch is: all ranks have one, and their forwards may wait for each other.
+
+        Args:
+            is_own: whether `Trainer.compute_loss` computes it, so that the model's code tells what it is.
+        """
+        self._gave_count = True
+        is_known = self.evaluated is not None or self.observed or (is_own and self._averages_over_targets)
+        asks = self._may_look and not is_known
+        self._may_look = self._may_look and self._strategy.world_size == 1
+        return asks
+
+    def observe_evaluation(self, look: Callable[[], Pair]) -> None:
+        """Find out what the losses of evaluations are divided by."""
+        pairs = [look()]
+        answer = compare(pairs)
+        if answer == _UNCLEAR and self._strategy.world_size == 1:
+            answer = compare([*pairs, look()])
+        self._is_unclear = answer == _UNCLEAR
+        self._may_look = self._may_look and not self._is_unclear
+        self.evaluated = answer == _COUNTED if answer in (_COUNTED, _MEAN) else None
+
+    def weighs_targets(self, takes_count: bool) -> bool | None:
+        """Whether the loss of an evaluation batch is a mean over its targets, not over its samples.
+
+        It is if it is divided by the count, or if the losses of training are. It also is if the model computes the loss
+        itself and its code shows such a mean.
+
+        Args:
+            takes_count: whether `compute_loss` takes the count.
+
+        Returns:
+            True or False; None if that cannot be seen.
+        """
+        if self.evaluated or (self.is_own_loss and self._averages_over_targets):
             return True
-        return divides_by_any(loss, ItemCount.reads) if ItemCount.reads else False
+        known = self.evaluated if self.observed is None else self.observed
+        return known if known is not None or self._gave_count else takes_count
 
     def _expects_labels(self, counts: Sequence[Any], *, over_ranks: bool) -> bool:
         """Whether all batches of a step have labels, so that they are counted. `over_ranks`: as all ranks agree on it.
@@ -242,14 +347,23 @@ def _some_lack_labels(ranks: Sequence[int], world_size: int) -> str:
     )
 
 
-def _cannot_be_seen() -> str:
-    numbers = ", ".join(f"{number:g}" for number in sorted(set(ItemCount.reads)))
+_DECLARE = (
+    "Set loss_is_scaled_for_ga of the Trainer: True if compute_loss divides for the whole step, False if its loss is a "
+    "mean over its micro-batch"
+)
+
+
+def _unclear(pairs_of_ranks: Sequence[Sequence[Pair]]) -> str:
+    seen = "; ".join(
+        f"{' and '.join(f'{pair.once:.7g}' for pair in pairs)} with {pairs[0].count:g}, "
+        f"{' and '.join(f'{pair.twice:.7g}' for pair in pairs)} with {2 * pairs[0].count:g}"
+        for pairs in pairs_of_ranks
+        if all(pair.once is not None for pair in pairs)
+    )
     return (
-        f"the loss was multiplied or divided by a number after num_items_in_batch was read as a number ({numbers}), by "
-        "int(), float(), .item() or the like: whether one comes from the other cannot be seen, and decides what the "
-        "gradients are divided by. Divide by num_items_in_batch itself, which is a tensor, or set "
-        "loss_is_scaled_for_ga of the Trainer: True if compute_loss divides for the whole step, False if its loss is a "
-        "mean over its micro-batch"
+        "what the loss is divided by cannot be seen, and decides what the gradients are divided by: twice the "
+        "num_items_in_batch gives neither half of the loss nor the same. The loss of the first micro-batch, computed "
+        f"twice: {seen}. {_DECLARE}"
     )
 
 

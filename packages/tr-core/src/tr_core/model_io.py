@@ -56,25 +56,28 @@ def kept_columns(model: nn.Module, label_names: list[str]) -> list[str] | None:
     return [*names, "label", "label_ids", *label_names] if names else None
 
 
-def to_device(data: Any, device: torch.device) -> Any:
-    """Move every tensor inside mappings, lists and tuples to a device, without waiting for the copy."""
+def to_device(data: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """Move every tensor inside mappings, lists and tuples to a device, without waiting for the copy.
+
+    With `copy`, tensors that are there already are copied too.
+    """
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
+        return data.to(device, non_blocking=True, copy=copy)
     if isinstance(data, Mapping):
         moved: dict[Any, Any] = {}
         for key, value in data.items():
             if isinstance(value, torch.Tensor):  # here too: it saves a call for each tensor of a batch
-                moved[key] = value.to(device, non_blocking=True)
+                moved[key] = value.to(device, non_blocking=True, copy=copy)
             else:
-                moved[key] = to_device(value, device)
+                moved[key] = to_device(value, device, copy=copy)
         return moved if type(data) is dict else _rebuild(data, moved)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(value, device) for value in data))
+        return type(data)(*(to_device(value, device, copy=copy) for value in data))
     if isinstance(data, list | tuple):
-        return type(data)(to_device(value, device) for value in data)
+        return type(data)(to_device(value, device, copy=copy) for value in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [f.name for f in dataclasses.fields(data) if f.init]
-        return dataclasses.replace(data, **{name: to_device(getattr(data, name), device) for name in names})
+        return dataclasses.replace(data, **{name: to_device(getattr(data, name), device, copy=copy) for name in names})
     return data
 
 

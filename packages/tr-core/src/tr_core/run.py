@@ -94,6 +94,7 @@ class Run:
         clears = strategy.forward_is_collective or strategy.binds_optimizer
         watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
         mode = TrainingMode(model, wrapped)
+        methods.loss_rule.forget()
         run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, updates)
         if args.step_compile != "off":
             run.capture_steps()

@@ -21,7 +21,6 @@ from tr_core.capture.conditions import CapturedUpdates, refused
 from tr_core.capture.parts import Gradients, Update
 from tr_core.capture.running import CapturedStep, OnCpu, OnCuda
 from tr_core.capture.values import Batch, BuiltInValues, NotCapturableError, Tensors, describe_shapes
-from tr_core.loss import Division
 from tr_core.model_io import to_device
 from tr_core.optim.nonfinite import UpdateGuard
 from tr_core.protocols import Strategy
@@ -101,7 +100,6 @@ class StepCapture:
         self._parameters = list(self._values.parameters.values())
         self._captures: dict[tuple[Any, ...], CapturedStep | None] = {}
         self._seen: dict[int, int] = {}
-        self._divisions: dict[int, Division] = {}
         self._taken: CapturedStep | None = None  # the capture of the open step's first micro-batch
         self._gradients: Tensors = []
         dtype = torch.float32 if self._is_cuda else torch.float64  # fused kernels of CUDA read no other
@@ -138,10 +136,7 @@ class StepCapture:
                 self._say(str(why))
         if capture is None or (self._taken is not None and not capture.continues(self._taken)):
             self._leave_captured_step()
-            loss = ordinary(model, inputs, num_items)
-            if key is not None:
-                self._divisions[hash(key)] = self._methods.loss_rule.division
-            return loss
+            return ordinary(model, inputs, num_items)
         if num_items is not None:
             leaves = [*leaves, num_items]
         self._taken, first = capture, self._taken is None
@@ -270,14 +265,15 @@ class StepCapture:
             del self._captures[key]
             raise NotCapturableError("tensors of the model or of the optimizer were replaced, and are captured again")
         if len(self._seen) > _MOST_SEEN:
-            self._seen, self._divisions = {}, {}
+            self._seen = {}
         seen = self._seen[hash(key)] = self._seen.get(hash(key), 0) + 1
         if seen == 1:
             if self._is_strict and len(self._seen) == 1:
                 self._try(key, batch, num_items, model)
             return None
         is_rare = self._is_slow and bool(self._captures) and seen < _SEEN_FOR_MORE
-        if key in self._captures or is_rare:
+        rule, scaled = self._methods.loss_rule, self._methods.loss_is_scaled_for_ga
+        if key in self._captures or is_rare or (num_items is not None and rule.asks(self._methods.scope.size, scaled)):
             return None
         if len(self._captures) >= _MOST_CAPTURES or self._num_made >= _MOST_MADE:
             raise NotCapturableError("too many kinds of steps are captured already")
@@ -303,7 +299,7 @@ class StepCapture:
     ) -> Gradients:
         methods, scope, rule = self._methods, self._methods.scope, self._methods.loss_rule
         size, weight = scope.size, scope.weight
-        division = self._divisions.get(hash(key), Division.MEAN)
+        division = rule.division(None if num_items is None else True, size, methods.loss_is_scaled_for_ga)
         leaves = to_device([*batch.tensors, *([] if num_items is None else [num_items])], self._device)
 
         def loss_of(tensors: Tensors) -> torch.Tensor:

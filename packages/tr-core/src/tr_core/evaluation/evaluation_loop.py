@@ -17,7 +17,6 @@ from tr_core.data.sampler import MicroBatch
 from tr_core.evaluation.gather import check_same_on_ranks, gather_objects, gather_tree, outline
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetrics, is_streaming
 from tr_core.evaluation.output_buffer import OutputBuffer
-from tr_core.item_count import plain
 from tr_core.loss import StepScope
 from tr_core.metric_means import MetricWindow
 from tr_core.model_io import batch_size_of, to_device
@@ -58,7 +57,7 @@ def kept_logits(
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return plain(tensor.detach())
+    return tensor.detach()
 
 
 def labels_in(inputs: Any, names: list[str]) -> Any:

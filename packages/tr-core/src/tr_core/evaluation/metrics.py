@@ -24,9 +24,9 @@ _NO_MEAN_OVER_TOKENS = (
 )
 _WEIGHTS_UNKNOWN = (
     "the loss of this evaluation is {} if its batches count by their samples and {} if they count by their targets, "
-    "and which it is cannot be seen: num_items_in_batch was read as a number, by int(), float(), .item() or the like, "
-    "which leaves no trace in the loss. If the loss is a mean over targets, divide by num_items_in_batch itself, which "
-    "is a tensor; if not, do not read it in an evaluation (model.training is False), or train first"
+    "and which it is cannot be seen: twice the num_items_in_batch gives neither half of a batch's loss nor the same, "
+    "or the loss is 0. If it is a mean over targets, divide a sum by num_items_in_batch; if not, do not use the count "
+    "in an evaluation (model.training is False), or train first"
 )
 
 
@@ -39,9 +39,11 @@ class EvaluationLoss:
 
     def __init__(self, args: TrainingArguments, strategy: Strategy, rule: LossRule, *, takes_count: bool) -> None:
         self._args, self._strategy, self._rule, self._takes_count = args, strategy, rule, takes_count
+        self._by_targets: set[bool | None] = set()
+        rule.begin_evaluation()
         self._losses: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []
-        self._other_weights: list[torch.Tensor] = []
+        self._samples: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
         self._chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, loss: torch.Tensor | None, inputs: Any, rows: int) -> None:
@@ -60,9 +62,10 @@ class EvaluationLoss:
                 raise ValueError(_NO_MEAN_OVER_TOKENS)
         samples = torch.full((), rows, device=self._strategy.device)
         self._losses.append(loss.detach().float())
-        self._weights.append(samples if targets is None or not by_targets else targets)
-        # If it is unknown which of the two weights the loss, the choice must not change the mean.
-        self._other_weights.append(targets if targets is not None and by_targets is None else self._weights[-1])
+        self._samples.append(samples)
+        self._targets.append(samples if targets is None else targets)
+        if targets is not None:
+            self._by_targets = {by_targets}  # the first batches may say nothing
         if len(self._losses) == _CHUNK:
             self._close_chunk()
 
@@ -81,20 +84,22 @@ class EvaluationLoss:
 
     def _mean(self) -> float | None:
         self._close_chunk()
-        values, weights, others = torch.zeros(0), torch.zeros(0), torch.zeros(0)
+        values, samples, targets = torch.zeros(0), torch.zeros(0), torch.zeros(0)
         if self._chunks:
             parts = zip(*self._chunks, strict=True)
-            values, weights, others = (torch.cat(part).cpu() for part in parts)  # sync: once an evaluation
-        parts = [*self._sums(values, weights), *self._sums(values, others)]
-        sums = self._strategy.gather_objects((parts, len(values)))
-        total, counted, other_total, other_counted = (
-            sum(numbers) for numbers in zip(*(p for p, _ in sums), strict=True)
-        )
-        if not counted:  # no counting batch, or no loss that is a number
-            return math.nan if sum(batches for _, batches in sums) else None
-        mean, other = total / counted, other_total / other_counted if other_counted else math.nan
-        if not math.isclose(mean, other, rel_tol=1e-6) and math.isfinite(mean):
-            raise ValueError(_WEIGHTS_UNKNOWN.format(mean, other))
+            values, samples, targets = (torch.cat(part).cpu() for part in parts)  # sync: once an evaluation
+        parts = [*self._sums(values, samples), *self._sums(values, targets)]
+        gathered = self._strategy.gather_objects((parts, len(values), self._by_targets, self._rule.evaluated))
+        self._rule.evaluated = _only({seen for *_, seen in gathered})
+        sums = [sum(numbers) for numbers in zip(*(part for part, *_ in gathered), strict=True)]
+        by_samples, over_targets = (total / weight if weight else math.nan for total, weight in (sums[:2], sums[2:]))
+        answers = set[bool | None]().union(*(answers for _, _, answers, _ in gathered))
+        by_targets = _only(answers) if answers else False
+        mean = over_targets if by_targets else by_samples
+        if not sums[3 if by_targets else 1]:  # no counting batch, or no loss that is a number
+            return math.nan if sum(batches for _, batches, *_ in gathered) else None
+        if by_targets is None and math.isfinite(mean) and not math.isclose(mean, over_targets, rel_tol=1e-6):
+            raise ValueError(_WEIGHTS_UNKNOWN.format(mean, over_targets))
         return mean
 
     def _sums(self, losses: torch.Tensor, weights: torch.Tensor) -> tuple[float, float]:
@@ -105,10 +110,14 @@ class EvaluationLoss:
 
     def _close_chunk(self) -> None:
         if self._losses:
-            self._chunks.append(
-                (torch.stack(self._losses), torch.stack(self._weights), torch.stack(self._other_weights))
-            )
-            self._losses, self._weights, self._other_weights = [], [], []
+            self._chunks.append((torch.stack(self._losses), torch.stack(self._samples), torch.stack(self._targets)))
+            self._losses, self._samples, self._targets = [], [], []
+
+
+def _only(answers: set[bool | None]) -> bool | None:
+    """Return what all know who know it; None if nobody does, or if they differ."""
+    known = answers - {None}
+    return known.pop() if len(known) == 1 else None
 
 
 def perplexity(mean_loss: float) -> float:

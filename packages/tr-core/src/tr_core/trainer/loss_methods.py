@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from tr_core.evaluation.gather import map_tensors
-from tr_core.item_count import plain
-from tr_core.loss import Division, split_loss
-from tr_core.model_io import batch_size_of, loss_of, to_device
+from tr_core.loss import Division, Pair, split_loss
+from tr_core.metric_means import MetricWindow
+from tr_core.model_io import batch_size_of, local_shard, loss_of, to_device
+from tr_core.optim.fused_backward import kind
+from tr_core.rollback import Rollback, without_own_hooks
 from tr_core.state import EventContext
 from tr_core.trainer.output_methods import Reporting
 
@@ -47,7 +52,10 @@ class Stepping(Reporting):
         inputs = self._prepare_inputs(inputs) if self.prepares_inputs else to_device(inputs, self.strategy.device)
         count: dict[str, Any] = {"num_items_in_batch": None} if self._loss_takes_count else {}
         if count and num_items_in_batch is not None:
-            count = {"num_items_in_batch": self.loss_rule.hand_over(num_items_in_batch)}
+            count = {"num_items_in_batch": num_items_in_batch}
+            if self.loss_rule.is_open and self.observes_loss(num_items_in_batch):
+                self._observe_training(model, inputs, num_items_in_batch)
+        self.loss_rule.is_own_loss = False
         wants_outputs, outputs = self.callback_handler.wants_outputs, None
         with self.loss_context():
             if wants_outputs:
@@ -60,10 +68,12 @@ class Stepping(Reporting):
         size, weight, is_scaled = self.scope.size, self.scope.weight, self.loss_is_scaled_for_ga
         if num_items_in_batch is not None or size > 1 or weight != 1.0 or parts:
             given_count = None if num_items_in_batch is None else bool(count)
-            division = self.loss_rule.division = self.loss_rule.judge(loss, given_count, size, weight, is_scaled)
+            division = self.loss_rule.division(given_count, size, is_scaled)
             loss = self.loss_rule.share(loss, division, size, weight)
             self._log_parts(parts, division)
         self.strategy.backward(loss)
+        if self.loss_rule.was_zero:
+            self._refuse_gradients_of_zero()
         if wants_outputs:
             self.scope.outputs = map_tensors(_detached, outputs)
         return loss.detach()
@@ -154,18 +164,20 @@ class Stepping(Reporting):
             count = None if count is None else torch.as_tensor(count, device=self.strategy.device)
         else:
             count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
-        count_argument: dict[str, Any] = {}
-        if self._loss_takes_count:
-            count_argument = {"num_items_in_batch": None if count is None else self.loss_rule.hand_over(count)}
+        count_argument: dict[str, Any] = {"num_items_in_batch": count} if self._loss_takes_count else {}
+        if count_argument and count is not None and self.is_in_evaluation:
+            given = count
+            if self.loss_rule.asks_in_evaluation(is_own=not self.overrides("compute_loss")):
+                self.loss_rule.observe_evaluation(lambda: self._losses_with(model, inputs, given, nullcontext))
+        self.loss_rule.is_own_loss = False
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count_argument)
         parts: dict[str, torch.Tensor] = {}
         if isinstance(loss, Mapping):
             loss, parts = split_loss(loss)
-        loss = self.loss_rule.judge_evaluation(loss, given_count=self._loss_takes_count and count is not None)
         if self.metric_window is not None:
             weight = (batch_size_of(inputs) or 0) if count is None else count
             for name, value in parts.items():
-                self.log_metric(name, plain(value), weight)
+                self.log_metric(name, value, weight)
         return loss, outputs
 
     def step_of(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -179,7 +191,8 @@ class Stepping(Reporting):
 
         def counted(model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> torch.Tensor:
             run = self.current_run
-            with nullcontext() if run is None else run.counting(inputs):
+            # A loss that is looked at is computed more than once: the next micro-batch is counted.
+            with nullcontext() if run is None or self.observes_loss(num_items) else run.counting(inputs):
                 return step(model, inputs, num_items)
 
         return counted
@@ -217,6 +230,85 @@ class Stepping(Reporting):
             self.scope.loss,
         )
 
+    # What the loss is divided by
+
+    def observes_loss(self, num_items: torch.Tensor | None) -> bool:
+        """Whether the loss of the current micro-batch is computed twice more, to see what it is divided by."""
+        takes_count = num_items is not None and self._loss_takes_count
+        return takes_count and self.loss_rule.asks(self.scope.size, self.loss_is_scaled_for_ga)
+
+    def _observe_training(self, model: nn.Module, inputs: Any, num_items: torch.Tensor) -> None:
+        targets = self.loss_rule.count_inputs(inputs)
+        self.loss_rule.observe(
+            lambda: self._losses_with(model, inputs, num_items, self.loss_context),
+            has_targets=targets is None or bool(targets),  # sync: until it is known, mostly once a run
+            is_scaled=self.loss_is_scaled_for_ga,
+        )
+
+    def _losses_with(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, context: Callable[[], Any]) -> Pair:
+        """Compute the loss of a batch with its count and with twice the count, and leave all as it was. Sync."""
+        # What was compiled runs as written: it would be compiled for one call.
+        is_eager = "torch._dynamo" in sys.modules
+        try:
+            with (
+                warnings.catch_warnings(action="ignore"),  # of checkpointing without gradients
+                torch.no_grad(),
+                without_own_hooks(model),
+                torch.compiler.set_stance("force_eager") if is_eager else nullcontext(),
+            ):
+                return self._pair(model, inputs, num_items, context)
+        except Exception as error:
+            # It may need gradients, a hook, or the memory that compiled code saves.
+            self.logger.debug("the loss is looked at in a step like any other: %r", error)
+        return self._pair(model, inputs, num_items, context)
+
+    def _pair(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, context: Callable[[], Any]) -> Pair:
+        evaluates = self.is_in_evaluation
+        found: list[float | None] = []
+        with self._apart():
+            rollback = Rollback(self.strategy.device, model, self, vars(self.state), self.loss_function)
+            for count in (num_items, 2 * num_items):
+                options: dict[str, Any] = {"num_items_in_batch": count}
+                if evaluates or self.callback_handler.wants_outputs:
+                    options["return_outputs"] = True
+                try:
+                    with context():
+                        loss = self.compute_loss(model, to_device(inputs, self.strategy.device, copy=True), **options)
+                    loss = loss[0] if "return_outputs" in options else loss
+                    loss = split_loss(loss)[0] if isinstance(loss, Mapping) else loss
+                    is_number = isinstance(loss, torch.Tensor) and loss.numel() == 1
+                    found.append(float(loss.detach()) if is_number else None)  # sync
+                finally:
+                    rollback.restore()
+                    torch.clear_autocast_cache()  # it has weights without gradients
+        unit = torch.finfo(loss.dtype).eps / 2 if is_number and loss.is_floating_point() else 0.0
+        return Pair(float(num_items), found[0], math.nan if found[1] is None else found[1], unit)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Log nothing in the block."""
+        scope, own = self.scope, vars(self)
+        outer, log = scope.metrics, own.get("log")
+        scope.metrics = None if outer is None else MetricWindow(self.strategy)
+        own["log"] = lambda *args, **named: None
+        try:
+            yield
+        finally:
+            scope.metrics = outer
+            del own["log"]
+            if log is not None:
+                own["log"] = log
+
+    def _refuse_gradients_of_zero(self) -> None:
+        """Refuse a loss of 0 that has gradients while it is not known what it is divided by. Sync. Collective."""
+        strategy, self.loss_rule.was_zero = self.strategy, False
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        steps_itself = self.optimizer is not None and kind(self.optimizer) == "backward-update"
+        is_hidden = strategy.binds_optimizer or steps_itself  # where gradients are gone already
+        has_any = is_hidden or any(bool(local_shard(gradient).any()) for gradient in gradients)
+        if any(strategy.gather_objects(has_any)):
+            self.loss_rule.refuse_zero()
+
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` returned in addition to the loss: this micro-batch's share of the step's values."""
         window, size, ranks = self.scope.metrics, self.scope.size, self.strategy.world_size
@@ -234,4 +326,4 @@ class Stepping(Reporting):
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return plain(tensor.detach())
+    return tensor.detach()

@@ -316,7 +316,14 @@ class TrainerParts:
             self.label_names: list[str] = find_label_names(inner) if args.label_names is None else args.label_names
             self._label_names_of = (args.label_names,)
         averages = args.average_tokens_across_devices
-        made_of = (self.compute_loss_func, args.label_smoothing_factor, averages, inner, self.strategy)
+        made_of = (
+            self.compute_loss_func,
+            self.compute_loss,
+            args.label_smoothing_factor,
+            averages,
+            inner,
+            self.strategy,
+        )
         if not _same_parts(made_of, self._loss_made_of):
             self.loss_function = self.compute_loss_func
             if args.label_smoothing_factor and self.compute_loss_func is None:
