@@ -17,6 +17,7 @@ from tr_core.data import sampler
 from tr_core.evaluation import evaluation_loop
 from tr_core.evaluation.metrics import EvaluationLoss
 from tr_core.random_state import RandomState
+from tr_core.rollback import Rollback
 from tr_core.run import Run as OurRun
 from tr_core.single_device import SingleDevice
 from tr_core.trainer import optimizer_methods
@@ -88,6 +89,20 @@ def _undivided():
         yield
 
 
+@fault("divisions")
+def _taken_for_a_mean():
+    """A loss that is divided by the count is taken for a mean."""
+    with patch.object(loss, "compare", lambda pairs: "mean"):
+        yield
+
+
+@fault("divisions")
+def _drawn_while_looking():
+    """What is drawn while a loss is looked at stays drawn."""
+    with patch.object(Rollback, "restore", lambda self: None):
+        yield
+
+
 @fault()
 def _order():
     """Every epoch has the order of the first."""
@@ -133,7 +148,8 @@ def _evaluation():
 
     def add(before, self, *args, **named):
         before(self, *args, **named)
-        self._weights[-1:] = [torch.ones(()) for _ in self._weights[-1:]]
+        for weights in (self._samples, self._targets):
+            weights[-1:] = [torch.ones(()) for _ in weights[-1:]]
 
     with _wrapped(EvaluationLoss, "add", add):
         yield

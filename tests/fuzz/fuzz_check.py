@@ -123,11 +123,8 @@ def check(run):
 
 
 def _may_be_refused(run, error):
-    """Whether an exception refuses, in words, what may be refused.
-
-    A count that was read as a number leaves no trace in a loss: an evaluation cannot know what its batches weigh.
-    """
-    may_be = any(HABITS[name].refusable for name, _ in run.habits) or run.loss == "override_looked"
+    """Whether an exception refuses, in words, what may be refused."""
+    may_be = any(HABITS[name].refusable for name, _ in run.habits)
     return may_be and isinstance(error, REFUSALS) and len(str(error)) > 60
 
 

@@ -22,6 +22,8 @@ def _loss_is_divided_otherwise(run):
         return True  # TypeError
     if run.loss == "parts":
         return True
+    if run.loss == "function_looked":
+        return True  # the signature has the count
     if run.model == "gpt2" and run.divides:
         return True  # first labels are counted as targets
     if run.loss == "smoothing":

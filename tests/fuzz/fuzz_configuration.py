@@ -24,6 +24,7 @@ class Run:
         changed: what the run has otherwise once it is resumed, by name.
         restarts: whether the resumed run begins the epoch that it is in again.
         assigned: arguments with the values that they are built with; their own are assigned afterwards.
+        way: how its loss is divided by the count, or uses it; empty for the plainest.
         twice: whether `train` is called once more.
         ranks: processes; their batches together are `batch`.
     """
@@ -44,6 +45,7 @@ class Run:
     loader: str = "trainer"
     workers: int = 0
     loss: str = "model"
+    way: str = ""
     optimizer: str = "adamw_torch"
     rate: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -101,7 +103,7 @@ class Run:
     @property
     def counts(self):
         """Whether the targets of a step are counted."""
-        return self.model in TAKES_COUNT or self.loss in ("function_counted", "smoothing")
+        return self.model in TAKES_COUNT or self.loss in ("function_counted", "function_looked", "smoothing")
 
     @property
     def divides(self):

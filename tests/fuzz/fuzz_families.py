@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from fuzz_configuration import LANGUAGE_MODELS, OVERRIDES, OWN_LOADERS, Run
 from fuzz_habits import HABITS
+from fuzz_losses import DIVISIONS, LOOKS
 from fuzz_models import MODELS
 from fuzz_optimizers import GIVEN, NAMED, SCHEDULES
 
@@ -112,6 +113,19 @@ def _for_evaluation(rng, run):
 def _updates(rng, run):
     """Losses, micro-batches and what a step is divided by."""
     return replace(run, loss=rng.choice(LOSSES), accumulation=rng.randint(1, 4), drop_last=rng.random() < 0.3)
+
+
+def _divisions(rng, run):
+    """Ways to divide a loss by the count, and to use the count without dividing."""
+    run = rng.choice([_updates, _evaluations])(rng, run)
+    loss = rng.choice(
+        ["function_counted", "function_counted", "function_looked", "override_counted", "override_looked"]
+    )
+    if loss.startswith("override"):
+        run = replace(run, model=rng.choice(["mlp_counted", *LANGUAGE_MODELS]), ragged=False)
+    ways = list(LOOKS if loss.endswith("looked") else DIVISIONS)
+    run = replace(run, loss=loss, way=rng.choice(ways), accumulation=rng.randint(1, 4), bf16=rng.random() < 0.3)
+    return replace(run, twice=rng.random() < 0.1)
 
 
 def _language(rng, run):
@@ -311,6 +325,7 @@ def _ranks(rng, run):
 FAMILIES = {
     "plain": (lambda rng, run: run, 6),
     "updates": (_updates, 14),
+    "divisions": (_divisions, 14),
     "language": (_language, 8),
     "data": (_data, 12),
     "loaders": (_loaders, 8),
