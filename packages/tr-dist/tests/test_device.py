@@ -1,11 +1,12 @@
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_smi import A100, T4, machine
 
-from tr_dist import LaunchEnvironment, rank_device
+from tr_dist import LaunchEnvironment, rank_device, read_environment
 from tr_dist.environment import _log_idle_devices, lone_device
 from tr_dist.gpus import number_gpus, read_physical_gpus
 from tr_dist.launching.command import _parser, plan
@@ -43,6 +44,73 @@ def test_more_processes_than_visible_devices_are_refused(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is not set"):
         rank_device(SECOND)
+
+
+OF_A_TASK = {
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[1-2]",
+}  # fmt: skip
+EXPORTED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("exported", [{}, EXPORTED], ids=["srun's variables", "exported by the script"])
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"SLURM_GPUS_PER_TASK": "1"},
+        {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"},
+        {"SLURM_GPU_BIND": "verbose,single:1"},
+        {"SLURM_GPU_BIND": "per_task:1"},
+        {"SLURM_NTASKS_PER_GPU": "1"},
+    ],
+)
+def test_a_task_that_srun_gave_a_device_of_its_own_takes_it(monkeypatch, declared, exported):
+    environment = read_environment({**OF_A_TASK, **exported, **declared})
+    assert environment.own_devices
+    _with_cuda_devices(monkeypatch, 1)
+    assert rank_device(environment) == torch.device("cuda", 0)
+    _with_cuda_devices(monkeypatch, 2)
+    assert rank_device(environment) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_GPU_BIND": "single:2"},
+        {"SLURM_NTASKS_PER_GPU": "2"},
+        {"SLURM_TRES_PER_TASK": "cpu=4"},
+        # torchrun, of which srun started one on each machine
+        {**EXPORTED, "SLURM_GPUS_PER_TASK": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+    ],
+)
+def test_devices_that_tasks_may_share_are_not_taken_twice(monkeypatch, variables):
+    environment = read_environment({**OF_A_TASK, **variables})
+    assert not environment.own_devices
+    _with_cuda_devices(monkeypatch, 1)
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=1 has no CUDA device: 1 visible here"):
+        rank_device(environment)
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_deepspeed_is_told_the_device_and_the_launchers_rank_is_put_back(monkeypatch, before):
+    deepspeed = pytest.importorskip("tr_dist.deepspeed.engine")
+    monkeypatch.setattr(deepspeed, "_set_here", {})
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if before is not None:
+        monkeypatch.setenv("LOCAL_RANK", before)
+    deepspeed.set_local_rank(1, torch.device("cuda", 0))
+    assert os.environ["LOCAL_RANK"] == "0"
+    for name, value in {**EXPORTED, "RANK": "1"}.items():
+        if name != "LOCAL_RANK":
+            monkeypatch.setenv(name, value)
+    if before is not None:
+        assert deepspeed.read_launch_environment().local_rank == 1
+    deepspeed.set_local_rank(1, torch.device("cpu"))
+    assert os.environ["LOCAL_RANK"] == "1"
+    monkeypatch.setattr(deepspeed.importlib, "import_module", lambda name: SimpleNamespace())
+    deepspeed.reset_process_group()
+    assert os.environ.get("LOCAL_RANK") == before
 
 
 @pytest.fixture

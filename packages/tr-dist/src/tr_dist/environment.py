@@ -48,6 +48,15 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return found if all(found.values()) else {}
 
 
+def _has_own_devices(environ: Mapping[str, str], rank: int | None, local_rank: int | None) -> bool:
+    """Whether srun started this very process with devices of its own, such as by `--gpus-per-task=1`."""
+    if (environ.get("SLURM_PROCID"), environ.get("SLURM_LOCALID")) != (str(rank), str(local_rank)):
+        return False  # torchrun below srun: the devices are those of all its ranks
+    is_bound = re.search(r"(?:^|,)(?:single:1$|per_task:)", environ.get("SLURM_GPU_BIND", ""))
+    per_task = "gpu" in environ.get("SLURM_TRES_PER_TASK", "") or environ.get("SLURM_GPUS_PER_TASK")
+    return bool(is_bound or per_task or environ.get("SLURM_NTASKS_PER_GPU") == "1")
+
+
 def _counts(text: str) -> list[int]:
     """Parse the processes of each machine from `2(x3),1`."""
     counts: list[int] = []
@@ -99,6 +108,7 @@ class LaunchEnvironment:
         restart_count: how often an elastic launcher has restarted the processes so far.
         agent_store: whether the launcher itself serves `master_port`, so that rank 0 must not.
         rendezvous_file: file on a shared disk through which the processes meet, instead of `master_addr`.
+        own_devices: whether each process was given devices that the others of its machine do not see.
     """
 
     launcher: str = "none"
@@ -112,6 +122,7 @@ class LaunchEnvironment:
     restart_count: int = 0
     agent_store: bool = False
     rendezvous_file: str | None = None
+    own_devices: bool = False
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
@@ -175,6 +186,7 @@ class _Reader:
             restart_count=self._number("TORCHELASTIC_RESTART_COUNT") or 0,
             agent_store=self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             rendezvous_file=self._environ.get("TR_RENDEZVOUS_FILE"),
+            own_devices=_has_own_devices(self._environ, rank, local_rank),
         )
         self._check_complete(environment.world_size)
         if not self.problems:
@@ -280,6 +292,7 @@ class _Reader:
 def rank_device(environment: LaunchEnvironment, *, use_cpu: bool = False) -> torch.device:
     """Return the CUDA device whose index is LOCAL_RANK, or the CPU on request or if no CUDA device is visible.
 
+    Where srun gave each task devices of its own (`--gpus-per-task=1`), the index starts again at the number of these.
     Indices count the devices that CUDA_VISIBLE_DEVICES leaves visible, in its order. A process without a launcher uses
     the first, and logs once that the others stay idle.
 
@@ -298,6 +311,8 @@ def rank_device(environment: LaunchEnvironment, *, use_cpu: bool = False) -> tor
             )
         return torch.device("cpu")
     visible, local_rank = torch.cuda.device_count(), environment.local_rank
+    if environment.own_devices:
+        local_rank %= visible
     if local_rank >= visible:
         raise ValueError(
             f"LOCAL_RANK={local_rank} has no CUDA device: {visible} visible here ({_choice()}), and each process "

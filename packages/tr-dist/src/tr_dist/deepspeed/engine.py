@@ -20,7 +20,7 @@ from tr_dist.deepspeed.configuration import look_up, low_precision
 from tr_dist.environment import LaunchEnvironment, read_environment
 
 _LOCAL_RANK = "LOCAL_RANK"
-_set_here: set[str] = set()  # environment variables that `set_local_rank` has set
+_set_here: dict[str, str | None] = {}  # environment variables that `set_local_rank` has set, and what they were
 _GROUPS = ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")
 
 
@@ -80,20 +80,27 @@ def read_launch_environment() -> LaunchEnvironment:
     Raises:
         ValueError: they contradict each other, or are incomplete.
     """
-    return read_environment({name: value for name, value in os.environ.items() if name not in _set_here})
+    before = {**os.environ, **_set_here}
+    return read_environment({name: value for name, value in before.items() if value is not None})
 
 
-def set_local_rank(local_rank: int) -> None:
-    """Set the local rank in the environment if no launcher did: DeepSpeed reads it only there. Undone on leaving."""
-    if _LOCAL_RANK not in os.environ:
-        os.environ[_LOCAL_RANK] = str(local_rank)
-        _set_here.add(_LOCAL_RANK)
+def set_local_rank(local_rank: int, device: torch.device) -> None:
+    """Set LOCAL_RANK in the environment to the device's index, or the local rank. Undone on leaving.
+
+    DeepSpeed reads it only there, and takes it for the index of the device.
+    """
+    index = str(local_rank if device.index is None else device.index)
+    if os.environ.get(_LOCAL_RANK) != index:
+        _set_here.setdefault(_LOCAL_RANK, os.environ.get(_LOCAL_RANK))
+        os.environ[_LOCAL_RANK] = index
 
 
 def reset_process_group() -> None:
     """Make DeepSpeed use the next process group: the one that it holds was left."""
-    for name in _set_here:
+    for name, value in _set_here.items():
         os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     _set_here.clear()
     vars(importlib.import_module("deepspeed.comm.comm"))["cdb"] = None
     groups = vars(importlib.import_module("deepspeed.utils.groups"))

@@ -185,7 +185,7 @@ class DeepSpeed(Ranks):
         if inner.engine is not None:
             inner.drop_engine()
         groups = given_groups(optimizer)
-        set_local_rank(self.local_rank)
+        set_local_rank(self.local_rank, self.device)
         placed = self._swapped.place(self.configuration)
         engine = make_engine(self._deepspeed, inner.module, optimizer, placed, self.device)
         inner.take_engine(engine, groups)
