@@ -230,6 +230,7 @@ def robustness(session: nox.Session) -> None:
         ("kills",),
         ("restarts", "--runs", "20"),
         ("elastic",),
+        ("cuts",),
     ):
         session.run("python", f"tests/robustness/{script}.py", *options, env=TEST_ENVIRONMENT)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rank_programs import free_port
+from rank_programs import TORCHRUN, TRAINER, free_port
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,16 @@ def two_machines(*, on_loopback: bool = False) -> Iterator[tuple[list[Machine], 
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def commands(launcher: str, machines: list[Machine], port: int, nproc: int) -> list[list[object]]:
+    """Return the launcher's part of each machine's command line."""
+    place: list[object] = ["--nnodes", 2, "--master_addr", machines[0].address, "--master_port", port]
+    if launcher == "torchrun":
+        place = [str(word).replace("_", "-") for word in place]
+    start = [*TRAINER, "--nproc", nproc] if launcher == "trainer launch" else [*TORCHRUN, "--nproc-per-node", nproc]
+    rank = "--node_rank" if launcher == "trainer launch" else "--node-rank"
+    return [[*machine.words, *start, *place, rank, number] for number, machine in enumerate(machines)]
 
 
 def _may_have_namespaces() -> bool:

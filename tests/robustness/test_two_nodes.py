@@ -5,23 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from machines import two_machines
-from rank_programs import TORCHRUN, TRAINER, Job
+from cuts import network
+from machines import commands, two_machines
+from rank_programs import RANK_RUN, Job
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 
 LIMIT_S = 300
 SCRIPT = Path(__file__).parent / "node_run.py"
-
-
-def commands(launcher, machines, port, nproc):
-    """Return the launcher's part of each machine's command line."""
-    place = ["--nnodes", 2, "--master_addr", machines[0].address, "--master_port", port]
-    if launcher == "torchrun":
-        place = [str(word).replace("_", "-") for word in place]
-    start = [*TRAINER, "--nproc", nproc] if launcher == "trainer launch" else [*TORCHRUN, "--nproc-per-node", nproc]
-    rank = "--node_rank" if launcher == "trainer launch" else "--node-rank"
-    return [[*machine.words, *start, *place, rank, number] for number, machine in enumerate(machines)]
 
 
 def run_on_two(folder, launcher, nproc, script, *, on_loopback=False):
@@ -58,3 +49,25 @@ def test_each_machine_saves_in_its_own_folder_and_goes_on_from_the_step_that_bot
     again = run_on_two(tmp_path / "again", launcher, 1, script, on_loopback=launcher == "torchrun")
     for before, after in zip(alone, again, strict=True):
         assert ends_of(after) == ends_of(before) != []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ("trainer launch", "machine 1: rank 1 of 2 failed first: it was ended by SIGKILL; stopping the ranks"),
+        ("torchrun", "the hang watch has had no note of it for"),
+    ],
+)
+def test_a_rank_that_dies_while_it_writes_in_the_background_ends_the_other_machine(tmp_path, launcher, said):
+    arguments = json.dumps({"save_async": True, "log_level": "warning"})
+    script = [RANK_RUN, tmp_path / "out", "--rows", 160, "--step_s", "0.2", "--arguments", arguments]
+    fault = ["--place", "file", "--times", 9, "--how", "kill", "--rank", 1]
+    try:
+        with network() as (machines, port), Job(tmp_path / "job") as job:
+            for machine, command in zip(machines, commands(launcher, machines, port, 1), strict=True):
+                job.start([*command, *script, *fault], **machine.variables)
+            ends = job.ends(LIMIT_S)  # the other waited for half an hour
+    except PermissionError as error:
+        pytest.skip(str(error))
+    assert all(end.code not in (0, None) for end in ends), ends
+    assert said in ends[0].said, ends[0].said[-4000:]
