@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -127,11 +128,19 @@ def test_verify_of_nothing_that_could_be_verified_is_no_success(tmp_path, capsys
 
 
 def test_ls_mentions_what_a_run_left_behind_and_what_one_is_writing(run, trainer_ckpt):
-    (run / ".tmp-writing-checkpoint-30@elsewhere@1@ab").mkdir()
+    dead = multiprocessing.get_context("spawn").Process(target=int)
+    dead.start()
+    dead.join(60)
+    (run / ".tmp-writing-checkpoint-40@elsewhere@1@ab").mkdir()
+    (run / f".tmp-writing-checkpoint-30@{socket.gethostname()}@{dead.pid}@ab").mkdir()
     (run / f".tmp-removed-checkpoint-3@{socket.gethostname()}@{os.getppid()}@cd").mkdir()
     output = trainer_ckpt("ls", run).out
     ended = "left by a run that ended while writing checkpoint-30; the next save clears it away\n"
-    assert f".tmp-writing-checkpoint-30@elsewhere@1@ab: {ended}" in output
+    assert f".tmp-writing-checkpoint-30@{socket.gethostname()}@{dead.pid}@ab: {ended}" in output
+    assert (
+        ".tmp-writing-checkpoint-40@elsewhere@1@ab: of a run on another machine or in another container, writing "
+        "checkpoint-40; a run that saves here clears it away once nothing has changed in it for 75 s\n"
+    ) in output
     assert re.search(r"\.tmp-removed-checkpoint-3@.*@cd: a run is removing checkpoint-3 now\n", output)
 
 
@@ -174,7 +183,7 @@ def test_json_says_all_of_it(run, trainer_ckpt):
             "name": ".tmp-writing-checkpoint-30@elsewhere@1@ab",
             "kind": "writing",
             "target": "checkpoint-30",
-            "abandoned": True,
+            "abandoned": None,
         }
     ]
 
@@ -242,7 +251,7 @@ def test_a_step_that_a_killed_run_was_replacing_is_listed(run, trainer_ckpt):
     (run / "checkpoint-20").rename(run / ".tmp-replaced-checkpoint-20@elsewhere@1@ab")
     output = trainer_ckpt("verify", run).out
     assert re.match(r"checkpoint-20 .* newest +verified$", rows(output)[-1])
-    assert "left by a run that ended while replacing checkpoint-20" in output
+    assert "of a run on another machine or in another container, replacing checkpoint-20" in output
 
 
 def test_the_prefix_can_be_given(tmp_path, trainer_ckpt):

@@ -18,7 +18,17 @@ import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import listed, parts, restored
 
-from tr_ckpt import Checkpointer, FolderInUseError, command, files, folder_lock, lock_file, names
+from tr_ckpt import (
+    Checkpointer,
+    FolderInUseError,
+    command,
+    files,
+    folder_lock,
+    lock_file,
+    names,
+    part_files,
+    staging,
+)
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.lock_file import NAME, Owner
 
@@ -188,25 +198,26 @@ def test_what_this_process_locked_as_another_program_is_taken_over(tmp_path):
     FolderLock(tmp_path).claim()
 
 
-def test_a_machine_that_was_started_again_has_no_process_of_before(tmp_path, monkeypatch):
+ELSEWHERE = [{"host": "elsewhere"}, {"boot": "0a1b2c3d", "numbering": "0a1b2c3d"}]  # the second may be of one image
+
+
+@pytest.mark.parametrize("changes", ELSEWHERE, ids=["another name", "another boot"])
+def test_another_machine_that_shows_no_life_is_taken_over_after_a_while(tmp_path, caplog, monkeypatch, changes):
     monkeypatch.setattr(names, "_machine", lambda: "a machine")
-    monkeypatch.setattr(folder_lock, "STALE_S", 600.0)
-    left_by(tmp_path, boot="0a1b2c3d", numbering="0a1b2c3d")
-    FolderLock(tmp_path).claim()
-
-
-def test_another_machine_that_shows_no_life_is_taken_over_after_a_while(tmp_path, caplog):
-    left_by(tmp_path, host="elsewhere")
+    left_by(tmp_path, **changes)
     begun = time.monotonic()
     FolderLock(tmp_path).claim()
     assert time.monotonic() - begun >= folder_lock.STALE_S
     assert "is in use by process" in caplog.text
-    assert "on elsewhere" in caplog.text
+    assert f"on {changes.get('host', names.host_name())}" in caplog.text
     assert "to see whether it is alive" in caplog.text
 
 
-def test_another_machine_that_lives_is_respected(tmp_path):
-    owner = left_by(tmp_path, host="elsewhere")
+@pytest.mark.parametrize("changes", ELSEWHERE, ids=["another name", "another boot"])
+def test_another_machine_that_lives_is_respected(tmp_path, monkeypatch, changes):
+    monkeypatch.setattr(names, "_machine", lambda: "a machine")
+    monkeypatch.setattr(folder_lock, "STALE_S", 60.0)  # it gives signs more often, on a busy machine too
+    owner = left_by(tmp_path, **changes)
     ended = threading.Event()
 
     def live():
@@ -218,7 +229,7 @@ def test_another_machine_that_lives_is_respected(tmp_path):
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        with pytest.raises(FolderInUseError, match="on elsewhere .* is alive"):
+        with pytest.raises(FolderInUseError, match=r"process .* on .* is alive"):
             FolderLock(tmp_path).claim()
     finally:
         ended.set()
@@ -297,6 +308,55 @@ def test_a_lock_that_is_lost_during_a_save_is_noticed_before_the_commit(tmp_path
     with pytest.raises(FolderInUseError, match="was taken over"):
         save()
     assert listed(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_lock_that_is_lost_while_a_disk_syncs_is_noticed_before_the_rename(tmp_path, monkeypatch):
+    checkpointer, sync = Checkpointer(tmp_path), files.Unsynced.sync
+    checkpointer.save(1, parts(1))
+
+    def slow(unsynced, *folders):
+        sync(unsynced, *folders)
+        if folders:  # the last sync before the rename
+            taken_away(tmp_path)
+
+    monkeypatch.setattr(files.Unsynced, "sync", slow)
+    with pytest.raises(FolderInUseError, match="was taken over"):
+        checkpointer.save(2, parts(2))
+    assert listed(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_lock_that_is_lost_while_a_checkpoint_is_read_back_removes_none(tmp_path, monkeypatch):
+    checkpointer, verify = Checkpointer(tmp_path, keep_last=1), part_files.verify
+    checkpointer.save(1, parts(1))
+    monkeypatch.setattr(part_files, "verify", lambda *given: (verify(*given), taken_away(tmp_path)))
+    with pytest.raises(FolderInUseError, match="was taken over"):
+        checkpointer.save(2, parts(2))
+    assert listed(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_lock_that_is_lost_while_a_step_is_replaced_leaves_the_older_one(tmp_path, monkeypatch):
+    checkpointer, is_sound = Checkpointer(tmp_path), staging._is_sound
+    checkpointer.save(1, parts(1))
+    monkeypatch.setattr(staging, "_is_sound", lambda folder: bool(taken_away(tmp_path)) and is_sound(folder))
+    with pytest.raises(FolderInUseError, match="was taken over"):
+        checkpointer.save(1, parts(2))
+    assert len(list(tmp_path.glob(".tmp-replaced-checkpoint-1@*"))) == 1
+
+
+def test_a_beat_that_fails_is_said_once_until_one_succeeds(tmp_path, monkeypatch, caplog):
+    FolderLock(tmp_path).claim()
+    full, beat = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), lock_file.beat
+    said = (
+        f"{tmp_path / NAME} cannot be updated ({full}), which shows other machines that this run lives: if that lasts"
+    )
+    for times in (1, 2):
+        monkeypatch.setattr(lock_file, "beat", lambda *given: (_ for _ in ()).throw(full))
+        folder_lock.beat()
+        folder_lock.beat()
+        assert caplog.text.count(said) == times
+        monkeypatch.setattr(lock_file, "beat", beat)
+        folder_lock.beat()
+    assert "a run on another machine takes the folder over after 1 s, and this one saves no more; free" in caplog.text
 
 
 def test_a_beat_does_not_touch_the_lock_of_another(tmp_path):
@@ -467,7 +527,8 @@ def run_script(program, *arguments):
     )  # fmt: skip
 
 
-def test_what_dead_processes_left_is_cleared_only_by_who_holds_the_lock(tmp_path):
+def test_what_dead_processes_left_is_cleared_only_by_who_holds_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(names, "STILL_S", 0.0)
     left = tmp_path / ".tmp-writing-checkpoint-7@elsewhere@12@0a1b2c3d"
     left.mkdir()
     with held_elsewhere(tmp_path), pytest.raises(FolderInUseError):

@@ -202,7 +202,7 @@ class Checkpointer:
         run_on_commit(on_commit if self._ranks.number == 0 else None, saved.path)
         if self.keep_last is not None:
             limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-            retention.prune(saved, self.prefix, self._known, protected=protected, **limits)
+            retention.prune(saved, self.prefix, self._known, protected=protected, look=self._lock.check, **limits)
 
     def check(self) -> None:
         """Raise the failure of a background write, if one failed since the last call; does not wait.

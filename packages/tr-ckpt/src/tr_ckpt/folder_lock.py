@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # How often an owner updates the lock, and how long another machine waits for an update. A stall of a shared file
 # system that is shorter than the difference costs no lock.
-BEAT_S, STALE_S = 15.0, 75.0
+BEAT_S, STALE_S = 15.0, names.STILL_S
 # How long a living process of this machine gets to end; and how long if its parent is gone, as after a killed
 # launcher. It saves first then, for which it has 300 seconds unless its launcher gave another time.
 ENDING_S, ORPHAN_S = 30.0, 330.0
@@ -52,6 +52,7 @@ class _Held:
         made: folders that were made for the lock, the lowest first.
         seen_s: when the file last named this process.
         lost: how the lock was lost, once that was noticed.
+        is_silent: whether the last update of the file failed.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class _Held:
     made: list[Path] = field(default_factory=list)
     seen_s: float = field(default_factory=lambda: _now_s())
     lost: str = ""
+    is_silent: bool = False
 
     @property
     def path(self) -> Path:
@@ -106,6 +108,8 @@ class FolderLock:
                 return
             made = [path for path in (self.folder, *self.folder.parents) if not os.path.lexists(path)]
             files.make_folders(self.folder)
+            names.watch(self.folder)  # before the wait for another's sign of life, which shows theirs too
+            begin_beating()
             owner = Owner.new()
             try:
                 _acquire(self.folder, owner, ENDING_S if patience_s is None else patience_s)
@@ -114,7 +118,6 @@ class FolderLock:
                 return
             _held[_key(self.folder)] = _Held(self.folder, owner, {id(self)}, made)
             _clear(self.folder)
-            _begin_beating()
 
     def check(self) -> None:
         """Raise if another process has taken over this process's lock; without a lock do nothing.
@@ -341,7 +344,8 @@ def _now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def _begin_beating() -> None:
+def begin_beating() -> None:
+    """Show other machines from now on that this process lives: its locks, and the temporary folders that it uses."""
     global _beating
     if _beating is None:
         _beating = threading.Thread(target=_beat_always, name="folder lock", daemon=True)
@@ -360,13 +364,24 @@ def _beat_always() -> None:
 
 
 def beat() -> None:
-    """Update the lock files of this process, so that other machines see that it is alive."""
+    """Update the lock files and temporary folders of this process, so that other machines see that it is alive."""
     global _beats
     _beats += 1
+    names.show_life()
     for held in list(_held.values()):
-        with contextlib.suppress(OSError):  # the next update may succeed
+        try:
             if lock_file.beat(held.path, held.owner, _beats):
                 held.seen_s = _now_s()
+            held.is_silent = False
+        except OSError as error:  # the next update may succeed
+            if not held.is_silent and os.path.lexists(held.folder):
+                logger.warning(
+                    "%s cannot be updated (%s), which shows other machines that this run lives: if that lasts, a run "
+                    "on another machine takes the folder over after %.0f s, and this one saves no more; free space "
+                    "there, or look after the mount",
+                    held.path, error, STALE_S,
+                )  # fmt: skip
+            held.is_silent = True
 
 
 def _forget() -> None:

@@ -5,11 +5,13 @@ The name of a temporary folder says which process made it, so that others can ch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +55,8 @@ class Process:
         pid: its number there.
         numbering: the scope of the number: each boot of a machine, and each container on it, counts from 1.
         started: when it was started, in clock ticks since the boot: another process may get its number later.
-        boot: identifies the boot of the machine.
-        machine: identifies the machine independently of its name; machines made from one image may share it.
+        boot: identifies the boot of the machine; only for people.
+        machine: identifies the machine independently of its name; only for people.
         parent: the process that started it.
     """
 
@@ -80,13 +82,12 @@ def is_visible(process: Process) -> bool:
 
 
 def is_gone(process: Process) -> bool:
-    """Whether a process has ended, as far as the system shows; about other machines it shows little."""
-    if is_visible(process):
-        return not is_alive(process.pid, process.started)
-    boot, machine = _digest(_boot()), _digest(_machine())
-    return bool(machine and boot and process.boot) and (
-        (process.host, process.machine) == (host_name(), machine) and process.boot != boot
-    )
+    """Whether a process has ended, as far as the system shows; about other machines and containers it shows nothing.
+
+    Another boot of a machine of this name and number need not be an earlier one of this machine: machines that were
+    made from one image, and containers of one name, share both.
+    """
+    return is_visible(process) and not is_alive(process.pid, process.started)
 
 
 def is_orphan(process: Process) -> bool:
@@ -156,8 +157,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8] if text else ""
 
 
-# Temporary folders in use by this process: another instance in this process must not remove them.
-_IN_USE: set[str] = set()
+# Temporary folders in use by this process, by name: another instance in this process must not remove them.
+_IN_USE: dict[str, Path] = {}
+
+# What is worked on changes within this time: its maker writes to it, or shows every 15 seconds that it lives.
+STILL_S = 75.0
+
+# What was last seen of folders of processes that this one cannot see, and since when, by the clock of this process.
+_SIGNS: dict[str, tuple[object, float]] = {}
 
 _TEMPORARY = re.compile(
     r"\.tmp-(?P<kind>writing|records|replaced|removed|emptied|pushing|fetched|lock)-(?P<target>.+)"
@@ -189,12 +196,19 @@ class Temporary:
     numbering: str = ""
 
     def is_abandoned(self) -> bool:
-        """Whether its maker is gone: no living process of this machine or container, and not in use by this one."""
+        """Whether its maker is gone, and it is not in use by this process.
+
+        A maker that cannot be seen is gone when it has given no sign of life for `STILL_S` since the first call.
+        """
         if self.path.name in _IN_USE:  # also if this machine was renamed
             return False
-        if self.host != host_name() or self.numbering not in ("", numbering()) or self.pid == os.getpid():
-            return True
-        return not is_alive(self.pid)
+        if not self.is_visible():
+            return _is_still(self.path)
+        return self.pid == os.getpid() or not is_alive(self.pid)
+
+    def is_visible(self) -> bool:
+        """Whether this process can check its maker, as a process of this machine or container."""
+        return self.host == host_name() and self.numbering in ("", numbering())
 
 
 def temporary(directory: Path, kind: str, target: str) -> Path:
@@ -202,13 +216,49 @@ def temporary(directory: Path, kind: str, target: str) -> Path:
     counted_in = numbering()
     process = f"{os.getpid()}.{counted_in}" if counted_in else str(os.getpid())
     name = f".tmp-{kind}-{target}@{host_name()}@{process}@{secrets.token_hex(4)}"
-    _IN_USE.add(name)
+    _IN_USE[name] = directory / name
     return directory / name
 
 
 def release(path: Path) -> None:
     """Mark a temporary folder as no longer in use by this process, whether it still exists or not."""
-    _IN_USE.discard(path.name)
+    _IN_USE.pop(path.name, None)
+
+
+def show_life() -> None:
+    """Show processes of other machines and containers that the temporary folders of this one are in use."""
+    for path in list(_IN_USE.values()):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def watch(directory: Path) -> None:
+    """Note the temporary folders in `directory` whose makers cannot be seen: from now on they have `STILL_S`."""
+    with contextlib.suppress(OSError), reads.at_once():
+        for left in temporaries(directory):
+            if not left.is_visible():
+                _is_still(left.path)
+
+
+def _is_still(path: Path) -> bool:
+    """Whether nothing has changed in a folder for `STILL_S`, as far as this process has looked."""
+    signs, now = _signs(path), time.monotonic()
+    seen, since = _SIGNS.get(str(path), (None, now))
+    if seen != signs:
+        since = now
+    _SIGNS[str(path)] = signs, since
+    return now - since >= STILL_S
+
+
+def _signs(path: Path) -> object:
+    """Return what changes while somebody writes below a path, or touches it."""
+    found = []
+    for folder, _, held in os.walk(path):
+        for each in (folder, *(os.path.join(folder, name) for name in held)):
+            with contextlib.suppress(OSError):
+                status = os.lstat(each)
+                found.append((each, status.st_size, status.st_mtime_ns))
+    return sorted(found)
 
 
 def temporaries(directory: Path, listed: Iterable[str] | None = None) -> list[Temporary]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tr_ckpt import discovery, files, names, part_files, reads, staging
 from tr_ckpt.discovery import Age, Found, Seen
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError, first_three
+from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, FolderInUseError, UnreadableError, first_three
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,7 @@ def prune(
     keep_last: int,
     keep_every: int | None,
     protected: Collection[int],
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Remove the checkpoints beyond a limit, once the new one has been read back and is intact.
 
@@ -164,6 +165,10 @@ def prune(
         keep_last: how many are kept.
         keep_every: checkpoints whose step is a multiple of this are kept and do not count.
         protected: steps that are kept.
+        look: called right before each removal, which it prevents by raising.
+
+    Raises:
+        FolderInUseError: another run has taken the folder over; what is there is its own.
     """
     if saved.step is None:
         return
@@ -180,7 +185,10 @@ def prune(
         return
     for found in surplus:
         try:
+            look()
             remove(found)
+        except FolderInUseError:
+            raise
         except OSError as error:
             logger.error("%s could not be removed (%s); the next save tries again", found.name, error)
 

@@ -199,9 +199,8 @@ class Saving:
             sequence = discovery.next_sequence(self._directory, self._prefix, self._known.seen)
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
             manifest.write(self._folder, described, self._unsynced)
-            self._lock.check()
             self._known.saved.add((sequence, self._step))  # before the rename: an error may follow it
-            self._staging.commit(self._unsynced)
+            self._staging.commit(self._unsynced, self._lock.check)
             self.sequence = sequence
 
     def _discard(self) -> None:

@@ -147,20 +147,27 @@ class Staging:
             files.sync_folder(self.folder / folder)
         return sealed
 
-    def commit(self, unsynced: Unsynced | None = None) -> Path:
+    def commit(self, unsynced: Unsynced | None = None, look: Callable[[], None] = lambda: None) -> Path:
         """Rename the folder, which holds its manifest, to its final path, durably, once `unsynced` is synced.
 
+        Args:
+            unsynced: what is synced first.
+            look: called right before something that has a place is moved or removed, which it prevents by raising: a
+                sync, or reading back, may wait for a disk for longer than a lock lasts.
+
         Raises:
+            Exception: what `look` raised.
             OSError: it failed; what was at that path is still there.
             UnreadableError: the final path cannot be read, and nothing was changed.
         """
         (unsynced or Unsynced()).sync(self.folder)
+        look()
         try:
             aside = self._step_aside() if reads.is_there(self.final, follow=False) else None
         except OSError as error:
             if error.errno != errno.EXDEV or not reads.is_there(self.final / names.MANIFEST):
                 raise
-            self._replace_in_place()
+            self._replace_in_place(look)
             return self.final
         try:
             self._take_place(aside)
@@ -169,6 +176,7 @@ class Staging:
             if aside is not None:  # also after an error: the next save restores or removes it
                 names.release(aside)
         if aside is not None and aside.name.startswith(".tmp-") and _is_sound(self.final):
+            look()
             discard(aside)
         return self.final
 
@@ -181,12 +189,13 @@ class Staging:
             raise
         files.sync_folder(self.directory)
 
-    def _replace_in_place(self) -> None:
+    def _replace_in_place(self, look: Callable[[], None]) -> None:
         waiting = names.temporary(self.directory, "replaced", self.final.name)
         try:
             files.rename(self.folder, waiting)
             files.sync_folder(self.directory)
             discovery.verify(waiting, manifest.read(waiting))
+            look()
             # At one instant inside this call the new checkpoint starts to count.
             remove_in_place(self.final)
             files.rename(waiting, self.final)

@@ -170,7 +170,12 @@ def _order(entries: list[Entry]) -> list[str]:
 
 def _abandoned(directory: Path) -> list[dict[str, Any]]:
     return [
-        {"name": left.path.name, "kind": left.kind, "target": left.target, "abandoned": left.is_abandoned()}
+        {
+            "name": left.path.name,
+            "kind": left.kind,
+            "target": left.target,
+            "abandoned": left.is_abandoned() if left.is_visible() else None,  # not known from here
+        }
         for left in names.temporaries(directory)
     ]
 
@@ -192,6 +197,11 @@ def _left(left: list[dict[str, Any]]) -> list[str]:
         doing = f"{_DOING.get(each['kind'], each['kind'])} {each['target']}"
         if each["abandoned"]:
             lines.append(f"{each['name']}: left by a run that ended while {doing}; the next save clears it away")
+        elif each["abandoned"] is None:
+            lines.append(
+                f"{each['name']}: of a run on another machine or in another container, {doing}; a run that saves here "
+                f"clears it away once nothing has changed in it for {names.STILL_S:.0f} s"
+            )
         else:
             lines.append(f"{each['name']}: a run is {doing} now")
     return lines

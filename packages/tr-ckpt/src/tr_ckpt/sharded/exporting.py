@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import discovery, files, names, reads, staging, tensor_file
+from tr_ckpt import discovery, files, folder_lock, names, reads, staging, tensor_file
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
@@ -114,6 +114,7 @@ def export(
         raise CheckpointError(f"{target} exists and is no empty folder; give another")
     tensor_file.require_distributed()
     described, index = _checked(source, part)
+    folder_lock.begin_beating()
     for left in staging.cut_short(target.parent, "writing", target.name):
         staging.discard(left)
     folder = names.temporary(target.parent, "writing", target.name)
