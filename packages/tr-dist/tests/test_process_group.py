@@ -1,3 +1,4 @@
+import re
 import socket
 import threading
 import time
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from meetings import free_port, wait_for
 
-from tr_dist import DDP, LaunchEnvironment, ProcessGroup
+from tr_dist import DDP, LaunchEnvironment, ProcessGroup, rendezvous
 from tr_dist.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -91,18 +92,24 @@ def test_a_port_in_use_is_named():
             ProcessGroup(environment, CPU)
 
 
-def test_a_missing_rank_is_named():
+def test_a_missing_rank_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_SAY_S", 0.1)
     port = free_port()
     environment = LaunchEnvironment(world_size=2, master_addr="127.0.0.1", master_port=port)
     with pytest.raises(ConnectionError, match=rf"rank 0 of 2 waited 3 s at 127.0.0.1:{port}, and rank 1 did not"):
         ProcessGroup(environment, CPU, timeout_s=3)  # it connects to its own store in this time
+    said = rf"rank 0 of 2 has waited \d+ s at 127.0.0.1:{port} for rank 1 to come; it gives up after 3 s\n"
+    assert re.search(said, capsys.readouterr().err)
 
 
-def test_a_rank_0_that_does_not_come_is_named():
+def test_a_rank_0_that_does_not_come_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_SAY_S", 0.1)
     port = free_port()
     environment = LaunchEnvironment(rank=1, local_rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
     with pytest.raises(ConnectionError, match=rf"rank 1 of 2 waited 1 s at 127.0.0.1:{port}, and rank 0 did not come"):
         ProcessGroup(environment, CPU, timeout_s=1)
+    said = rf"rank 1 of 2 has waited \d+ s at 127.0.0.1:{port} for rank 0 to come; it gives up after 1 s\n"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_rank_that_does_not_come_to_a_meeting_by_file_is_named(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +13,15 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from tr_dist.environment import LaunchEnvironment
+from tr_log.streams import write_text
 
 # A store lives as long as its process: rank 0 serves it, and a later group of the same process uses it again.
 _stores: dict[LaunchEnvironment, dist.Store] = {}
 _meetings = itertools.count()
 # Torch's own waits ignore Ctrl-C and last half an hour, so this one polls, at first often.
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.5
+# When it is said that others have not come, and how often again.
+_SAY_S, _SAY_AGAIN_S = 30.0, 60.0
 
 Value = TypeVar("Value")
 
@@ -69,7 +73,7 @@ def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: 
     names = [str(number) for number in range(size)]
     try:
         store.set(str(rank), str(size))
-        _poll(store, names, timeout_s)
+        _poll(store, names, timeout_s, environment)
         sizes = [int(value) for value in store.multi_get(names)]
     except RuntimeError:  # the class depends on the kind of store
         raise ConnectionError(f"{me} {_why_not_all(store, names, place, timeout_s)}") from None
@@ -81,23 +85,41 @@ def _wait_for_all(store: dist.Store, environment: LaunchEnvironment, timeout_s: 
             )
 
 
-def _poll(store: dist.Store, names: list[str], timeout_s: float) -> None:
-    """Wait until a store has all names.
+def _poll(store: dist.Store, names: list[str], timeout_s: float, environment: LaunchEnvironment) -> None:
+    """Wait until a store has the names of all ranks, and say after a while whose are missing.
 
     Raises:
         RuntimeError: a name did not appear in time, or the connection was lost.
     """
-    deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+    begun_s, said_s, pause_s = time.monotonic(), _SAY_S - _SAY_AGAIN_S, _FIRST_POLL_S
     for name in names:  # one at a time: many ranks poll the one that serves
         while not store.check([name]):
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - begun_s
+            if waited_s > timeout_s:
                 raise RuntimeError(f"{name} is not there after {timeout_s:g} s")
+            if waited_s - said_s >= _SAY_AGAIN_S:
+                said_s = waited_s
+                missing = [name for name in names if not store.check([name])]
+                _say_wait(environment, ", ".join(missing), waited_s, timeout_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_POLL_S)
 
 
-def _interruptible(wait: Callable[[], Value]) -> Value:
-    """Return the result of a function that ignores Ctrl-C; it runs in a thread, which an interrupt leaves behind."""
+def _say_wait(environment: LaunchEnvironment, missing: str, waited_s: float, timeout_s: float) -> None:
+    """Say for whom this rank waits, on one rank of a machine; on that of rank 0 on the next one, too."""
+    if environment.local_rank == 0 or environment.rank == 1:
+        me, place = f"rank {environment.rank} of {environment.world_size}", meeting_place(environment)
+        text = f"{me} has waited {waited_s:.0f} s at {place} for rank {missing} to come; it gives up after"
+        write_text(sys.stderr, f"{text} {timeout_s:g} s\n")
+
+
+def _interruptible(wait: Callable[[], Value], say: Callable[[float], None]) -> Value:
+    """Return the result of a function that ignores Ctrl-C; it runs in a thread, which an interrupt leaves behind.
+
+    Args:
+        wait: the function.
+        say: called with the seconds that it has taken, once in a while.
+    """
     results: list[Value] = []
     errors: list[BaseException] = []
 
@@ -108,8 +130,12 @@ def _interruptible(wait: Callable[[], Value]) -> Value:
             errors.append(error)
 
     thread = threading.Thread(target=call, daemon=True, name="meeting of the ranks")
+    begun_s = time.monotonic()
     thread.start()
-    thread.join()
+    thread.join(_SAY_S)
+    while thread.is_alive():
+        say(time.monotonic() - begun_s)
+        thread.join(_SAY_AGAIN_S)
     if errors:
         raise errors[0]
     return results[0]
@@ -135,7 +161,10 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
         raise ValueError(f"no MASTER_ADDR and MASTER_PORT for {environment.world_size} processes to meet")
     serves = environment.rank == 0 and not environment.agent_store
     try:
-        return _interruptible(lambda: _tcp_store(environment, timeout, serves))
+        return _interruptible(
+            lambda: _tcp_store(environment, timeout, serves),
+            lambda waited_s: _say_wait(environment, "0", waited_s, timeout.total_seconds()),
+        )
     except RuntimeError as error:
         # Torch 2.6 has no class of its own for a port that is taken.
         if not isinstance(error, dist.DistError) and "EADDRINUSE" not in str(error):
