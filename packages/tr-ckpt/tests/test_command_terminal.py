@@ -3,7 +3,7 @@
 import pytest
 
 from tr_ckpt.command import terminal
-from tr_ckpt.command.terminal import Column, render, shorten, size_text
+from tr_ckpt.command.terminal import Column, render, shorten, size
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def test_a_long_text_loses_its_middle(text, width, shown):
 
 
 @pytest.mark.parametrize(
-    ("size", "shown"),
+    ("count", "shown"),
     [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (45_678, "45.7 kB"), (999_999, "1000 kB"), (2.5e12, "2.5 TB")],
 )
-def test_sizes_are_readable(size, shown):
-    assert size_text(size) == shown
+def test_sizes_are_readable(count, shown):
+    assert size(count) == shown
 
 
 def test_output_that_goes_elsewhere_is_not_cut(monkeypatch):

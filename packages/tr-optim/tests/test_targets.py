@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim import find_targets
+from tr_optim import Targets, find_targets
 
 
 class Attention(nn.Module):
@@ -155,3 +155,21 @@ def test_what_is_broadcast_over_a_batch_is_no_stack():
     assert sorted(find_targets(Vision(), "all-linear").parameters) == ["experts", "head"]
     with pytest.raises(ValueError, match="'positions' stands for no matrix"):
         find_targets(Vision(), "positions")
+
+
+def test_membership_is_looked_up_and_not_searched_for():
+    """With 18,000 layers a search for each parameter took minutes at the start of a run."""
+    looked_at = []
+
+    class Watched(dict):
+        def values(self):
+            looked_at.append(1)
+            return super().values()
+
+    layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(300))
+    found = find_targets(layers, [str(number) for number in range(300)])
+    assert list(found.parameters) == [str(number) for number in range(300)]
+    targets = Targets(Watched(found.parameters), found.all_elements)
+    assert all(parameter in targets for parameter in layers.parameters())
+    assert nn.Parameter(torch.zeros(1, 1)) not in targets
+    assert len(looked_at) == 1

@@ -78,7 +78,7 @@ def size(count: float) -> str:
     """Return a number of bytes as `1.5 GB`, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
-            return f"{count:.3g} {unit}"
+            return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"
 

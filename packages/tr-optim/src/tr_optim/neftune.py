@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from tr_log.tracker import EveryEvent
 from tr_optim.neftune_noise import CALLS, RANK, SEED, STEP, TokenInputs, compiled_noise, draw, seeded
 
 LENGTHS = ("real", "padded")
@@ -143,15 +144,7 @@ class _Noise:
         return _Noise, (0.0,)
 
 
-def _no_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-    """Do nothing at an event."""
-
-
-# A trainer that calls only what a callback does leaves such a method out.
-_no_event.__dict__["is_no_event"] = True
-
-
-class NEFTuneCallback:
+class NEFTuneCallback(EveryEvent):
     """A trainer callback: noise on the input embedding from the beginning of training to its end, however it ends.
 
     Args:
@@ -159,11 +152,6 @@ class NEFTuneCallback:
         length: `real` or `padded`, as of `NEFTune`.
         seed: as of `NEFTune`.
     """
-
-    # Some trainers and libraries call every event on every callback.
-    on_init_end = on_epoch_begin = on_epoch_end = on_substep_end = on_pre_optimizer_step = _no_event
-    on_optimizer_step = on_step_end = on_evaluate = on_predict = on_prediction_step = _no_event
-    on_save = on_log = on_push_begin = _no_event
 
     def __init__(self, alpha: float, length: str = "real", seed: int | None = 0) -> None:
         self.alpha, self.length, self.seed = alpha, length, seed

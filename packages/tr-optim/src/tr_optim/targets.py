@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -26,8 +27,12 @@ class Targets:
     parameters: Mapping[str, torch.Tensor]
     all_elements: int
 
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.parameters.values()))
+
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        return any(parameter is member for member in self.parameters.values())
+        return id(parameter) in self._ids
 
     def describe(self) -> str:
         """Return how many parameters are projected, of how many, and which."""
@@ -69,10 +74,11 @@ def find_targets(model: nn.Module, names: str | Sequence[str]) -> Targets:
     if not patterns or not all(patterns):
         raise ValueError(f"target modules are {names!r}; name at least one module, or {ALL_LINEAR!r} for all")
     matrices = _matrices(model)
+    inside = _inside(matrices)
     found: dict[int, str] = {}
     for pattern in patterns:
         is_all = pattern.replace("_", "-") == ALL_LINEAR
-        matched = list(matrices) if is_all else _matching(pattern, model, matrices)
+        matched = list(matrices) if is_all else inside.get(pattern) or _matching(pattern, model, matrices)
         if not matched:
             raise ValueError(_nothing_matches(pattern, model, matrices))
         trainable = [path for path in matched if matrices[path].requires_grad]
@@ -100,6 +106,16 @@ def _matrices(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def _inside(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the paths that each path, and each beginning of one, stands for: names may be as many as layers."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            found.setdefault(".".join(parts[:end]), []).append(path)
+    return found
+
+
 def _is_linear(module: nn.Module) -> bool:
     # Conv1D of transformers is a linear layer whose weight is transposed; known by name, so as not to import it.
     # fully_shard gives a module a class of its own, derived from the one it had.
@@ -107,8 +123,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _matching(pattern: str, model: nn.Module, matrices: dict[str, torch.Tensor]) -> list[str]:
-    if exact := [path for path in matrices if path == pattern or path.startswith(f"{pattern}.")]:
-        return exact
     if pattern.endswith(".weight") and pattern.removesuffix(".weight") in matrices:
         return [pattern.removesuffix(".weight")]
     embeddings = {path: module for path, module in model.named_modules() if isinstance(module, nn.Embedding)}

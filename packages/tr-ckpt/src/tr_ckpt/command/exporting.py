@@ -16,10 +16,11 @@ import torch
 
 from tr_ckpt import files, names, staging
 from tr_ckpt.command import selection
-from tr_ckpt.command.terminal import say, size_text
+from tr_ckpt.command.terminal import say
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.hf_import import convert
 from tr_ckpt.sharded import export
+from tr_log.formatting import size
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -54,7 +55,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         names.release(fresh)
     say(f"{target}: {arguments.part} of {entry.found.name}, step {entry.step}")
     for path in made:
-        say(f"  {path}  {size_text((target / path).stat().st_size)}")
+        say(f"  {path}  {size((target / path).stat().st_size)}")
     if Path("config.json") not in made:
         say("It holds no config.json: from_pretrained needs one, and the checkpoint has none.")
     return 0
@@ -127,5 +128,5 @@ def run_import(arguments: argparse.Namespace) -> int:
     described = selection.select_one(folder, arguments.prefix).described
     assert described is not None  # it was just written
     held = " ".join(sorted(described.parts))
-    say(f"{folder}: step {described.step}, {size_text(described.total_bytes)}, parts {held}")
+    say(f"{folder}: step {described.step}, {size(described.total_bytes)}, parts {held}")
     return 0

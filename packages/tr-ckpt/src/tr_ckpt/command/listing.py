@@ -16,11 +16,11 @@ from typing import Any
 from tr_ckpt import discovery, names, part_files, reads
 from tr_ckpt.command import selection
 from tr_ckpt.command.selection import COMPLETE, DAMAGED, UNREADABLE, Entry
-from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, size_text, terminal_width
+from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, terminal_width
 from tr_ckpt.errors import UnreadableError
 from tr_ckpt.files import BLOCK_BYTES
 from tr_ckpt.manifest import Manifest
-from tr_log.formatting import printable
+from tr_log.formatting import printable, size
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def _columns(listed: list[dict[str, Any]]) -> list[Column]:
     return [
         Column("checkpoint", [each["name"] for each in listed]),
         Column("step", [_text(each["step"]) for each in listed], right=True, spare=5 * _named_by_step(listed)),
-        Column("size", [size_text(each["bytes"]) for each in listed], right=True, spare=1),
+        Column("size", [size(each["bytes"]) for each in listed], right=True, spare=1),
         Column("ranks", [_text(each["ranks"]) for each in listed], right=True, spare=4),
         Column("saved at (UTC)", [_time(each["saved_at"]) for each in listed], spare=3),
         Column(heading, [_metric(each["metric"], heading) for each in listed], right=True, spare=2),

@@ -13,12 +13,13 @@ from tr_ckpt import discovery, files, manifest, names, retention, staging, tenso
 from tr_ckpt.command import selection
 from tr_ckpt.command.listing import verify
 from tr_ckpt.command.selection import COMPLETE, Entry, bytes_below
-from tr_ckpt.command.terminal import Column, render, say, say_lines, size_text, terminal_width
+from tr_ckpt.command.terminal import Column, render, say, say_lines, terminal_width
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.folder_lock import locked
 from tr_ckpt.manifest import Manifest
+from tr_log.formatting import size
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -51,8 +52,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
     _show(list(known.values()), going, newest, best)
     left = staging.cut_short(directory, "removed")  # leftovers of a killed prune, which no save may ever clear away
     if left:
-        size = sum(bytes_below(path, alone=True) for path in left)
-        say(f"{len(left)} that an earlier removal left half done, {size_text(size)} to free")
+        half_done = size(sum(bytes_below(path, alone=True) for path in left))
+        say(f"{len(left)} that an earlier removal left half done, {half_done} to free")
     if not (going or left) or arguments.dry_run:
         return 0
     if not arguments.yes and not _confirmed(f"remove {len(going) + len(left)}?", "nothing was removed"):
@@ -93,14 +94,14 @@ def _show(entries: list[Entry], going: list[Found], newest: Entry, best: int | N
     kept[newest.found.name] = "stays, newest, verified"
     columns = [
         Column("checkpoint", [entry.found.name for entry in shown]),
-        Column("size", [size_text(bytes_below(entry.found.path)) for entry in shown], right=True),
+        Column("size", [size(bytes_below(entry.found.path)) for entry in shown], right=True),
         Column("", [_fate(entry, leaving, kept) for entry in shown]),
     ]
     say_lines(render(columns, terminal_width()))
     freed = sum(bytes_below(found.path, alone=True) for found in going)
     what = f"{len(going)} checkpoint{'s' * (len(going) != 1)}"
     say()
-    say(f"{what} to remove, {size_text(freed)} to free" if going else "nothing to remove")
+    say(f"{what} to remove, {size(freed)} to free" if going else "nothing to remove")
 
 
 def _fate(entry: Entry, leaving: set[str], kept: dict[str, str]) -> str:

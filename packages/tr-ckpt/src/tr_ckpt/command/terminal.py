@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from tr_log.formatting import printable
+from tr_log.formatting import printable, size
 
 _GAP = "  "
 
@@ -80,15 +80,6 @@ def shorten(text: str, width: int | None) -> str:
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
-def size_text(size_bytes: float) -> str:
-    """Format a size for people: three digits and a unit, 1 kB being 1000 bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}" if size_bytes >= 100 else f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"
-
-
 def _width(columns: Sequence[Column]) -> int:
     return sum(column.width for column in columns) + len(_GAP) * (len(columns) - 1)
 
@@ -141,7 +132,7 @@ class Progress:
     def _draw(self, elapsed_s: float) -> None:
         share = min(1.0, self._done / max(self._total, 1))
         bar = ("#" * round(share * _BAR)).ljust(_BAR, ".")
-        speed = size_text(self._done / max(elapsed_s, 1e-9))
-        text = f"{share:4.0%} [{bar}] {size_text(self._total)}, {speed}/s, {self._what}"[:79]
+        speed = size(self._done / max(elapsed_s, 1e-9))
+        text = f"{share:4.0%} [{bar}] {size(self._total)}, {speed}/s, {self._what}"[:79]
         print("\r" + text.ljust(self._drawn), end="", file=sys.stderr, flush=True)
         self._drawn = len(text)

@@ -21,6 +21,7 @@ from tr_ckpt.hub import push_queue, snapshot
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.hub.push_queue import Push, PushQueue
 from tr_log.formatting import printable
+from tr_log.tracker import EveryEvent
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +87,7 @@ MOST_WAITING = 3
 REFUSAL_WITHIN_S = 3.0
 
 
-def _no_event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-    """Do nothing at an event."""
-
-
-# A trainer that calls only what a callback does leaves such a method out.
-_no_event.__dict__["is_no_event"] = True
-
-
-class HubCallback:
+class HubCallback(EveryEvent):
     """Push to a repository of the Hub, in the background, from copies that training cannot change.
 
     A push that fails is logged as an error at once and again at the end of the run. The run continues, and the next
@@ -120,11 +113,6 @@ class HubCallback:
     Raises:
         ValueError: the strategy does not exist.
     """
-
-    # Some trainers and libraries call every event on every callback.
-    on_epoch_begin = on_epoch_end = on_step_begin = on_substep_end = on_pre_optimizer_step = _no_event
-    on_optimizer_step = on_step_end = on_evaluate = on_predict = on_prediction_step = _no_event
-    on_save = on_log = on_push_begin = _no_event
 
     def __init__(
         self,
