@@ -145,6 +145,18 @@ def test_a_rank_in_a_debugger_is_no_hang(changes):
     assert judge([waiting(0, idle_s=9999), late(1, idle_s=9999, **changes)], LIMITS) is None
 
 
+def test_a_rank_of_another_machine_that_never_gave_a_sign_is_waited_for():
+    made = HangWatch(1, 2, LIMITS)
+    made._expect([0])
+    ranks = [*made._table.standings(time.monotonic() + 40, {}), waiting(1, idle_s=40)]
+    finding = judge(ranks, LIMITS)
+    assert finding.text == "rank 1 has waited for 40 s"
+    said = describe(finding, ranks)
+    assert "; the others wait for rank 0\n  rank 0 (on another machine): gave no sign for 4" in said
+    made._table.take([Note(0, "elsewhere", 5)], time.monotonic())  # its first note
+    assert made._table.standings(time.monotonic(), {})[0].note.pid == 5
+
+
 def test_a_watch_that_itself_stood_still_counts_from_when_it_runs_again():
     table = Table(silence_s=5)
     table.take([Note(0, "here", 1), Note(1, "here", 2)], 100.0)

@@ -18,6 +18,7 @@ _STATES = {
     "S": "its process sleeps, and so does the thread that writes notes: code of a library may hold Python's lock",
 }
 GONE = ("X", "Z")
+ELSEWHERE = "another machine"  # of a rank of which no note has come
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ def line(rank: Standing, ranks: Sequence[Standing]) -> str:
         return f"{name}: left after {does}: {note.left}"
     if rank.state in GONE:
         return f"{name}: its process ended without a word; {rank.silent_s:.0f} s ago it was at {does}{_at(note)}"
+    if rank.is_silent and note.machine == ELSEWHERE:
+        return f"  rank {note.rank} (on {ELSEWHERE}): gave no sign for {rank.silent_s:.0f} s, since the watch began"
     if rank.is_silent:
         why = _STATES.get(rank.state, "it, its machine or the store is stopped or cut off")
         return f"{name}: gives no sign for {rank.silent_s:.0f} s: {why}; its last note is {does}{_at(note)}"

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tr_dist.hangs import HANG_EXIT_CODE
-from tr_dist.hangs.findings import GONE, Finding, Limits, Standing, Table, describe, judge, line, waits_for
+from tr_dist.hangs.findings import ELSEWHERE, GONE, Finding, Limits, Standing, Table, describe, judge, line, waits_for
 from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
 from tr_log.line_file import create_unique
@@ -124,7 +124,12 @@ class HangWatch:
             host, port = store.host, store.port
             self._link = Link(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False),
                               f"{name}/{min(here)}", others, self._interval_s)  # fmt: skip
+            self._expect(set(range(self.world_size)).difference(here))
         self._thread.start()
+
+    def _expect(self, elsewhere: Iterable[int]) -> None:
+        """Count the silence of ranks on other machines from now: the network may be cut before a note of them comes."""
+        self._table.take([Note(rank, ELSEWHERE, 0, beat=-1) for rank in elsewhere], time.monotonic())
 
     @contextmanager
     def following(self, progress: Progress, folder: str) -> Iterator[None]:
