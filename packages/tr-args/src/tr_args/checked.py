@@ -230,7 +230,7 @@ class Checked(metaclass=CheckedType):
             raise ArgumentsError([Problem(name, shown, str(refusal), origin)]) from None
         object.__setattr__(self, name, converted)
         if name in self._followed:
-            self.__dict__["_followed"] = {key: value for key, value in self._followed.items() if key != name}
+            vars(self)["_followed"] = {key: value for key, value in self._followed.items() if key != name}
         if not building:
             object.__setattr__(self, "_origins", {**self._origins, name: origin})
             object.__setattr__(self, "num_assignments", self.num_assignments + 1)
@@ -247,8 +247,8 @@ class Checked(metaclass=CheckedType):
         Raises:
             ArgumentsError: with every problem.
         """
-        followed, self.__dict__["_followed"] = self._followed, {}
-        self.__dict__.update(followed)  # what followed from others may follow otherwise now
+        followed, vars(self)["_followed"] = self._followed, {}
+        vars(self).update(followed)  # what followed from others may follow otherwise now
         self._complete()
         if problems := list(self._conflicts()):
             raise ArgumentsError(problems)
@@ -263,8 +263,8 @@ class Checked(metaclass=CheckedType):
         """Fill in a field whose value follows from others. A value that was assigned stays, unless it says 'unset'."""
         before = getattr(self, name)
         if before is None or self.origin(name) != "assignment":
-            self.__dict__["_followed"] = {name: before, **self._followed}
-            self.__dict__[name] = value
+            vars(self)["_followed"] = {name: before, **self._followed}
+            vars(self)[name] = value
 
     def _complete(self) -> None:
         """Fill in the fields whose values follow from others."""

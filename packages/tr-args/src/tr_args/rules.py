@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tr_args.checked import Rule
 from tr_args.fields import AllFields
@@ -13,24 +14,24 @@ from tr_args.types.choices import IntervalStrategy, MetricSchedule, SaveStrategy
 _METRIC_SCHEDULES = tuple(MetricSchedule)
 
 
-def fill_defaults(args: AllFields) -> None:
-    """Fill in arguments that follow from others, again if the others have changed; an assigned value stays."""
+def fill_defaults(args: AllFields, follow: Callable[[str, Any], None]) -> None:
+    """Fill in arguments that follow from others; `follow` sets one of them, unless it was assigned."""
     if args.eval_strategy != IntervalStrategy.NO:
-        args._follow("do_eval", True)
+        follow("do_eval", True)
     if args.eval_steps is None:
-        args._follow("eval_steps", args.logging_steps)
+        follow("eval_steps", args.logging_steps)
     if args.disable_tqdm is None:
-        args._follow("disable_tqdm", args.log_level in ("error", "critical"))
+        follow("disable_tqdm", args.log_level in ("error", "critical"))
     if args.use_cpu:
-        args._follow("dataloader_pin_memory", False)
+        follow("dataloader_pin_memory", False)
     if args.torch_compile_backend is not None or args.torch_compile_mode is not None:
-        args._follow("torch_compile", True)
+        follow("torch_compile", True)
     if args.torch_compile and args.torch_compile_backend is None:
-        args._follow("torch_compile_backend", "inductor")
+        follow("torch_compile_backend", "inductor")
     if args.metric_for_best_model is None and watches_metric(args):
-        args._follow("metric_for_best_model", "loss")
+        follow("metric_for_best_model", "loss")
     if args.greater_is_better is None and args.metric_for_best_model is not None:
-        args._follow("greater_is_better", not args.metric_for_best_model.endswith(("loss", "perplexity")))
+        follow("greater_is_better", not args.metric_for_best_model.endswith(("loss", "perplexity")))
 
 
 def watches_metric(args: AllFields) -> bool:

@@ -65,7 +65,7 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
             if isinstance(value, str) and value.lstrip().startswith("{"):
                 setattr(self, name, load_json(value))
         follow_launcher(self)
-        fill_defaults(self)
+        fill_defaults(self, self._follow)
 
     def _rules(self) -> Iterator[Rule]:
         return conflicts(self)

@@ -42,7 +42,7 @@ def outline(tree: Any, *, objects: bool) -> str:
         return "a tensor"
     if isinstance(tree, tuple) or (isinstance(tree, list) and not objects):
         return f"({', '.join(outline(item, objects=objects) for item in tree)})"
-    if hasattr(tree, "items"):
+    if not isinstance(tree, list) and hasattr(tree, "items"):
         named = (f"{name!r}: {outline(value, objects=objects)}" for name, value in tree.items())
         return f"{{{', '.join(named)}}}"
     return "nothing" if tree is None or not objects else "objects"
