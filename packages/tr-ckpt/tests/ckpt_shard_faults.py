@@ -91,6 +91,44 @@ def restore_what_is_whole(directory: str, damage: str) -> None:
     assert damage in message, message
 
 
+class Gathered(Holder):
+    """A part whose `state_dict` gathers, as that of a model whose checkpoints hold full weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for tensor in self.tensors.values():
+            if hasattr(tensor, "full_tensor"):
+                tensor.full_tensor()
+        return state
+
+
+def restore_what_is_whole_by_gathering(directory: str, damaged: str) -> None:
+    """Restore the newest valid one of steps 1 and 2 into a part whose `state_dict` is collective."""
+    found = {"held": Gathered(held(0.0)["held"].tensors)}
+    assert checkpointer(directory).restore(found) == 1
+    assert torch.equal(found["held"].tensors["spread"].full_tensor(), torch.full((6, 4), 10.0))
+    message = caught(lambda: checkpointer(directory).restore(found, f"{directory}/checkpoint-2"))
+    assert message.startswith("DamagedCheckpointError"), message
+    assert damaged in message, message
+
+
+class Failing(Gathered):
+    """A part whose `state_dict` fails on rank 1, after it has made its part of the exchange."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if dist.get_rank() == 1:
+            raise ValueError("no state today")
+        return state
+
+
+def restore_what_fails_on_one_rank(directory: str) -> None:
+    parts = {"held": Failing(held(0.0)["held"].tensors)}
+    message = caught(lambda: checkpointer(directory).restore(parts, f"{directory}/checkpoint-1"))
+    told = f"CheckpointError: {directory}/checkpoint-1 was not restored: rank 1: ValueError: no state today"
+    assert message == ("ValueError: no state today" if dist.get_rank() == 1 else told)
+
+
 def save_and_change_at_once(directory: str) -> None:
     """Save in the background and write over every shard before anything is on the disk."""
     parts = held(10.0)

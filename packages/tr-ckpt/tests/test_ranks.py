@@ -46,7 +46,12 @@ def test_a_rank_without_saved_random_state_keeps_its_own_and_says_so(tmp_path, c
     torch.manual_seed(5)
     # Rank 1 of 2 restores what one process saved; rank 0 answers what it would.
     candidates = discovery.find(tmp_path, "checkpoint")
-    exchanges = [lambda _: [(candidates, None), (None, None)], lambda mine: [mine, mine], lambda mine: [mine, mine]]
+    exchanges = [
+        lambda _: [(candidates, None), (None, None)],
+        lambda mine: [mine, mine],  # what was saved in shards
+        lambda mine: [mine, mine],
+        lambda mine: [mine, mine],
+    ]
     into = parts()
     with caplog.at_level(logging.WARNING):
         step = Checkpointer(tmp_path, **as_rank(1, 2, exchanges)).restore({**into, "rng": RNGState()})
@@ -100,6 +105,7 @@ def test_what_only_another_rank_finds_damaged_is_refused_here(tmp_path):
     Checkpointer(tmp_path).save(1, parts(10))
     exchanges = [
         lambda mine: [mine, mine],
+        lambda mine: [mine, mine],  # what was saved in shards
         lambda mine: [mine, ((-1, "model-shard-1.safetensors is missing"), None)],
     ]
     into = parts()

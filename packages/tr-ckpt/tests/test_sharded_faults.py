@@ -96,6 +96,16 @@ def test_a_damaged_file_is_named_by_all_ranks_and_the_checkpoint_before_is_taken
         Checkpointer(twice).restore({"held": Holder({})}, twice / "checkpoint-2")
 
 
+@pytest.mark.parametrize("file", ["held-shard-0.safetensors", "held-shard-1.safetensors", "held.shards.json"])
+def test_a_damaged_file_keeps_no_rank_in_a_state_dict_that_all_make(twice, file):
+    flip(twice / "checkpoint-2" / file)
+    run(2, ckpt_shard_faults.restore_what_is_whole_by_gathering, str(twice), f"{file} was changed after it was written")
+
+
+def test_a_state_dict_that_fails_on_one_rank_is_told_to_all(twice):
+    run(2, ckpt_shard_faults.restore_what_fails_on_one_rank, str(twice))
+
+
 def test_shards_may_change_as_soon_as_a_save_in_the_background_has_returned(tmp_path):
     run(2, ckpt_shard_faults.save_and_change_at_once, str(tmp_path))
 

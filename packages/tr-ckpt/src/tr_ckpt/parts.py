@@ -30,6 +30,7 @@ from tr_ckpt.files import FileRecord, Unsynced
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
 from tr_ckpt.sharded import reading
+from tr_ckpt.sharded.reading import Layout
 from tr_ckpt.tensor_file import is_distributed, may_exist
 
 _Kind = tuple[torch.dtype, int, bool]
@@ -280,22 +281,31 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
-def read_part(folder: Path, part: str, rank: int, described: Manifest, target: Any) -> Any:
-    """Return the state of a part for `target`, its tensors in host memory; of a DTensor this rank's shards only.
+def read_part(folder: Path, part: str, rank: int, described: Manifest, layout: Layout | None) -> Any:
+    """Return the state of a part, its tensors in host memory; of a DTensor this rank's shards only. Not collective.
+
+    Args:
+        folder: the checkpoint.
+        part: its name.
+        rank: number of this process.
+        described: the checkpoint's manifest.
+        layout: how the state is distributed over the ranks; None or an empty one if it is not.
 
     Raises:
-        CheckpointError: its files are not in the format of a save, or do not fit `target`.
+        CheckpointError: its files are not in the format of a save, or do not fit `layout`.
     """
     owned = described.parts[part]
-    in_shards = names.index_name(part) in owned
-    if part not in PER_RANK and (in_shards or _may_have_layout(target)):
-        layout = reading.layout_of(target, in_shards)
-        if in_shards or layout:
-            return reading.read(folder, part, owned, read_json(folder / f"{part}.json"), layout)
+    if part not in PER_RANK and (names.index_name(part) in owned or layout):
+        return reading.read(folder, part, owned, read_json(folder / f"{part}.json"), layout or Layout())
     return read(folder, part, rank)
 
 
-def _may_have_layout(target: Any) -> bool:
+def in_shards(described: Manifest) -> set[str]:
+    """Return the parts that were saved in shards."""
+    return {part for part, owned in described.parts.items() if names.index_name(part) in owned}
+
+
+def may_have_layout(target: Any) -> bool:
     """Whether `target` holds DTensors, or says itself how its tensors are distributed."""
     if not may_exist():
         return False
@@ -315,7 +325,7 @@ def files_to_verify(described: Manifest, targets: Iterable[str], rank: int, worl
     shards = [
         name
         for part, owned in sorted(described.parts.items())
-        if names.index_name(part) in owned
+        if part in in_shards(described)
         for name in owned
         if name.startswith(f"{part}-shard-")
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, parts, reads
+from tr_ckpt import discovery, manifest, parts, reads
 from tr_ckpt import ranks as nodes
 from tr_ckpt.discovery import Age, Found
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
@@ -20,6 +20,7 @@ from tr_ckpt.hf_import.fitting import fit
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
 from tr_ckpt.ranks import Ranks
+from tr_ckpt.sharded.reading import Layout, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Restoring:
         self._read_last: tuple[Found, Age] | None = None
         self._loaded: tuple[Found, Age] | None = None
         self._taken: tuple[int, Path] | None = None
+        self._layouts: dict[str, Layout] = {}
 
     def age_in(self, directory: Path) -> Age | None:
         """Return the age of the loaded checkpoint; None if none was loaded, or it is foreign or not in `directory`."""
@@ -198,6 +200,7 @@ class Restoring:
         for delay_s in (*reads.DELAYS_S[-2:], None):
             self._read_last = None
             states.clear()
+            self._take_layouts(found, what)
             answers = self._ranks.together(what, lambda: self._read(found, states), failure=CheckpointError)
             problems = [problem for machine in self._ranks.across(_contradictions(answers)) for problem in machine]
             if not problems:
@@ -208,6 +211,41 @@ class Restoring:
             f"{what}: the ranks do not see the same files: {'; '.join(problems)}. Nothing else was taken in its place: "
             "check the shared file system and start again"
         )
+
+    def _take_layouts(self, found: Found, what: str) -> None:
+        """Take the layouts of the targets before any rank reads, as a `state_dict` may be collective. Collective."""
+        wanted = {part for part, target in self._targets.items() if parts.may_have_layout(target)}
+        if self._ranks.total > 1:
+            # Rank 0 decides: a rank that sees damage must not keep the others waiting in a `state_dict`.
+            given = self._ranks.together(what, lambda: self._saved_in_shards(found), failure=CheckpointError)[0]
+            wanted = wanted.union(*self._ranks.across(given))
+        else:
+            wanted |= self._saved_in_shards(found)
+        wanted -= {*self._layouts, *parts.PER_RANK}
+        if not wanted:
+            return
+
+        def take() -> None:
+            failure: Exception | None = None
+            for part in (part for part in self._targets if part in wanted):
+                try:
+                    self._layouts[part] = layout_of(self._targets[part])
+                except Exception as error:  # other ranks take the remaining ones, and may wait for this one
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+
+        self._ranks.together(what, take, failure=CheckpointError)
+
+    def _saved_in_shards(self, found: Found) -> set[str]:
+        if self._ranks.rank != 0:
+            return set()
+        try:
+            return parts.in_shards(manifest.read(found.path, with_sections=False)) & set(self._targets)
+        except UnreadableError:
+            raise
+        except CheckpointError:  # the read that follows says so
+            return set()
 
     def _read(self, found: Found, states: dict[str, Any]) -> Answer:
         try:
@@ -233,7 +271,9 @@ class Restoring:
         described = self._check(found)
         for part, target in self._targets.items():
             if self._is_saved(part, described):
-                state = parts.read_part(found.path, part, self._ranks.number, described, target)
+                if part in parts.in_shards(described) and part not in self._layouts:
+                    raise DamagedCheckpointError(f"{MANIFEST} was not the same when it was read again")
+                state = parts.read_part(found.path, part, self._ranks.number, described, self._layouts.get(part))
                 states[part] = fit(part, state, target) if conversion.NOTE in described.files else state
         self._read_last = found, (described.sequence, described.step)
         return described.step

@@ -63,7 +63,7 @@ class ModelState:
 
     def tensor_layout(self) -> Layout:
         """Return the layout of the model's tensors over the ranks."""
-        layout = layout_of(self.model, in_shards=True)
+        layout = layout_of(self.model)
         return Layout({self._plain(name): tensor for name, tensor in layout.like.items()})
 
     def _plain(self, name: str) -> str:

@@ -74,13 +74,12 @@ class Layout:
         return None
 
 
-def layout_of(target: Any, in_shards: bool) -> Layout:
-    """Return the layout of the tensors of `target`; an empty one if it holds no DTensor.
+def layout_of(target: Any) -> Layout:
+    """Return the layout of the tensors of `target`; an empty one if it holds no DTensor. Collective.
 
     Args:
         target: a part to load; None for one that is only read. Modules and optimizers are inspected. For other parts
-            `state_dict` is called, and only if the saved part is in shards, because the call may be expensive.
-        in_shards: whether the saved part is in shards.
+            `state_dict` is called, which may be expensive, and collective.
     """
     if target is None:
         return Layout()
@@ -94,7 +93,7 @@ def layout_of(target: Any, in_shards: bool) -> Layout:
         parameters = [parameter for group in target.param_groups for parameter in group["params"]]
         keyed = {str(number): parameter for number, parameter in enumerate(parameters)}
         return optimizer_layout(target, keyed)
-    return Layout(dict(find_distributed(target.state_dict()))) if in_shards else Layout()
+    return Layout(dict(find_distributed(target.state_dict())))
 
 
 def optimizer_layout(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> Layout:
