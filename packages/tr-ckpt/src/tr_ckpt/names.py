@@ -12,7 +12,8 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,6 +224,16 @@ def temporary(directory: Path, kind: str, target: str) -> Path:
 def release(path: Path) -> None:
     """Mark a temporary folder as no longer in use by this process, whether it still exists or not."""
     _IN_USE.pop(path.name, None)
+
+
+@contextmanager
+def showing_life(path: Path) -> Iterator[None]:
+    """Let `show_life` show in a block that this process works on a file, too."""
+    _IN_USE[str(path)] = path
+    try:
+        yield
+    finally:
+        _IN_USE.pop(str(path), None)
 
 
 def show_life() -> None:

@@ -5,7 +5,7 @@ each rank leaves a small file in a folder that rank 0 made for this save, and ra
 
 | file | rank 1 |
 |---|---|
-| `rank-1.writing` | has begun; the content changes while it saves |
+| `rank-1.writing` | has begun; its time changes while it saves |
 | `rank-1.json` | is done: what it wrote, or why it could not |
 | `rank-1.failed` | could not write even that |
 
@@ -19,14 +19,13 @@ import errno
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import files, manifest, names, reads, staging
+from tr_ckpt import files, folder_lock, manifest, names, reads, staging
 from tr_ckpt.errors import SaveError, UnreadableError, explain_save_errors
 from tr_ckpt.files import FileRecord
 
@@ -38,12 +37,11 @@ logger = logging.getLogger(__name__)
 # How long a rank is waited for that gives no sign: one that saves does, however slow its disk is. A rank of this
 # machine that ended is noticed at once.
 LIMIT_S = 30 * 60
-# How often a rank gives a sign, and others look for it.
-SIGN_S = 15.0
 # How long a rank that the job has lost may give none: as long as the lock of a run's folder.
-LOST_S = 75.0
-# When a wait is logged, and how often again.
+LOST_S = folder_lock.STALE_S
+# When a wait is logged, and how often again; and how many ranks it names.
 SAY_S, SAY_AGAIN_S = 30.0, 60.0
+_MOST_NAMED = 8
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.005, 0.5
 
@@ -85,31 +83,16 @@ class RankRecords:
 
     @contextmanager
     def giving_signs(self) -> Iterator[None]:
-        """Show the other ranks in a block that this one saves, by a thread that changes its file."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._give_signs, args=(over,), name=f"signs of {self.name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # as while the interpreter exits: then the limit counts from the beginning
-            over.set()
-        try:
+        """Show the other ranks in a block that this one saves: its file changes as its temporary folders do."""
+        folder_lock.begin_beating()
+        with names.showing_life(self._sign_of(self.rank)):
             yield
-        finally:
-            if not over.is_set():
-                over.set()
-                thread.join(SIGN_S)  # no longer: a disk may not answer
 
-    def _give_signs(self, over: threading.Event) -> None:
-        number = 0
-        while not over.wait(SIGN_S):
-            number += 1
-            # Not one of the operations of `files`: this write may be lost. The file is not made again.
-            with contextlib.suppress(OSError):
-                descriptor = os.open(self._sign_of(self.rank), os.O_WRONLY)
-                try:
-                    os.write(descriptor, str(number).encode())
-                finally:
-                    os.close(descriptor)  # NFS shows the write to other machines only after this
+    def seen_of(self, rank: int) -> int:
+        """Return what changes while a rank saves."""
+        with contextlib.suppress(OSError), open(self._sign_of(rank), "rb") as sign:  # NFS asks the server at an opening
+            return os.fstat(sign.fileno()).st_mtime_ns
+        return 0
 
     def _sign_of(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.writing"
@@ -228,52 +211,40 @@ class _Patience:
     """
 
     def __init__(self, records: RankRecords, ranks: Collection[int]) -> None:
-        self._records = records
-        self._begun, self._since = time.monotonic(), time.strftime("%H:%M:%S")
-        self._seen = {rank: (_sign(records, rank), self._begun) for rank in ranks}
-        self._looked, self._says_at = self._begun, self._begun + SAY_S
+        self._records, self._begun, self._since = records, time.monotonic(), time.strftime("%H:%M:%S")
+        self._seen = {rank: (0, self._begun) for rank in ranks}
+        self._looks_at, self._says_at = self._begun, self._begun + SAY_S
 
     def given_up(self, missing: Collection[int]) -> dict[int, str]:
         """Return who of those that are missing is waited for no longer, and why."""
         now = time.monotonic()
-        if now - self._looked >= SIGN_S:
-            self._looked = now
+        if now >= self._looks_at:
+            self._looks_at = now + folder_lock.BEAT_S
             for rank in missing:
-                sign = _sign(self._records, rank)
-                if sign != self._seen[rank][0]:
-                    self._seen[rank] = (sign, now)
+                if (seen := self._records.seen_of(rank)) != self._seen[rank][0]:
+                    self._seen[rank] = seen, now
         still = {rank: now - self._seen[rank][1] for rank in missing}
-        lost = self._records.lost() if any(seconds > LOST_S for seconds in still.values()) else {}
         if now >= self._says_at:
             self._says_at = now + SAY_AGAIN_S
-            self._say(still)
-        over = {rank: f"it gave no sign for {seconds:.0f} s" for rank, seconds in still.items() if seconds > LIMIT_S}
-        gone = {rank: f"{lost[rank]}, and it gave no sign for {still[rank]:.0f} s"
-                for rank, seconds in still.items() if rank in lost and seconds > LOST_S}  # fmt: skip
-        return {**over, **gone}
+            self._say(still, now - self._begun)
+        lost = self._records.lost() if max(still.values()) > LOST_S else {}
+        return {
+            rank: f"{lost[rank] + ', and ' if rank in lost else ''}it gave no sign for {seconds:.0f} s"
+            for rank, seconds in still.items()
+            if seconds > (LOST_S if rank in lost else LIMIT_S)
+        }
 
-    def _say(self, still: Mapping[int, float]) -> None:
-        waited_s = time.monotonic() - self._begun
+    def _say(self, still: Mapping[int, float], waited_s: float) -> None:
+        processes = self._records.processes
         others = [
-            f"rank {rank} (process {self._records.processes[rank].pid} on {self._records.processes[rank].host}; its "
-            f"last sign came {seconds:.0f} s ago)"
-            for rank, seconds in sorted(still.items())[:_MOST_NAMED]
-        ]
-        more = f" and {len(still) - _MOST_NAMED} more" if len(still) > _MOST_NAMED else ""
+            f"rank {rank} (process {processes[rank].pid} on {processes[rank].host}; its last sign came {s:.0f} s ago)"
+            for rank, s in sorted(still.items())[:_MOST_NAMED]
+        ] + ([f"{len(still) - _MOST_NAMED} more"] if len(still) > _MOST_NAMED else [])
         logger.warning(
-            "%s: rank %d has waited %.0f s (since %s) for %s%s; the save fails %.0f s after the last sign, or %.0f s "
+            "%s: rank %d has waited %.0f s (since %s) for %s; the save fails %.0f s after the last sign, or %.0f s "
             "after it if the job has lost that rank",
-            *(self._records.name, self._records.rank, waited_s, self._since, ", ".join(others), more, LIMIT_S, LOST_S),
+            *(self._records.name, self._records.rank, waited_s, self._since, ", ".join(others), LIMIT_S, LOST_S),
         )
-
-
-_MOST_NAMED = 8
-
-
-def _sign(records: RankRecords, rank: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return records._sign_of(rank).read_bytes()
-    return b""
 
 
 def _delays() -> Iterator[float]:
