@@ -315,7 +315,7 @@ def pair(once, twice, dtype=torch.float32):
         ([pair(0.0, 1.0)], "unclear"),
         ([pair(float("nan"), 1.0)], None),
         ([pair(float("inf"), float("inf"))], None),
-        ([Pair(8.0, None, 1.0, 0.0)], None),
+        ([Pair(8.0, float("nan"), float("nan"), 0.0)], None),
     ],
 )
 def test_two_losses_say_what_they_are_divided_by(pairs, answer):

@@ -49,12 +49,12 @@ class Pair:
     """Hold the loss of one batch with its count and with twice the count, all else equal.
 
     Attributes:
-        once: the loss with `count`; None if the loss is no single number, which its backward pass refuses.
+        once: the loss with `count`; NaN if the loss is no single number, which its backward pass refuses.
         unit: the largest relative error of one rounding in the loss's type.
     """
 
     count: float
-    once: float | None
+    once: float
     twice: float
     unit: float
 
@@ -74,24 +74,16 @@ def compare(pairs: Sequence[Pair]) -> str | None:
         neither, `unclear` for all else. None if the loss is not finite.
     """
     first = pairs[0]
-    if first.once is None or not all(math.isfinite(loss) for pair in pairs for loss in _losses(pair)):
+    if not all(math.isfinite(pair.once) and math.isfinite(pair.twice) for pair in pairs):
         return None
     if first.once == 0.0:
         return _ZERO if first.twice == 0.0 else _UNCLEAR
-    spread = max(abs(loss - other) for pair in pairs for loss, other in zip(_losses(pair), _losses(first), strict=True))
+    spread = max(max(abs(pair.once - first.once), abs(pair.twice - first.twice)) for pair in pairs)
     tolerance = min(64 * first.unit, 1 / 32) + 4 * spread / abs(first.once)
     if tolerance > 1 / 8:
         return _UNCLEAR
     ratio = first.twice / first.once
     return _COUNTED if abs(ratio - 0.5) <= tolerance else _MEAN if abs(ratio - 1.0) <= tolerance else _UNCLEAR
-
-
-def _are_unclear(answers: set[str | None]) -> bool:
-    return _UNCLEAR in answers or {_COUNTED, _MEAN} <= answers
-
-
-def _losses(pair: Pair) -> tuple[float, float]:
-    return (math.nan if pair.once is None else pair.once), pair.twice
 
 
 class LossRule:
@@ -201,12 +193,12 @@ class LossRule:
         Raises:
             ValueError: the loss is neither, or contradicts the user's declaration.
         """
-        pairs = [look()]
-        answers, seen = self._exchange(pairs, has_targets=has_targets)
-        if _are_unclear(answers):
+        pairs: list[Pair] = []
+        answers, seen, is_unclear = set[str | None](), [pairs], True
+        while is_unclear and len(pairs) < 2:
             pairs.append(look())
             answers, seen = self._exchange(pairs, has_targets=has_targets)
-        is_unclear = _are_unclear(answers)
+            is_unclear = _UNCLEAR in answers or {_COUNTED, _MEAN} <= answers
         if is_unclear and is_scaled is None:
             raise ValueError(_unclear(seen))
         if is_unclear or answers & {_COUNTED, _MEAN}:
@@ -219,13 +211,6 @@ class LossRule:
         with phase(EXCHANGE):
             gathered = self._strategy.gather_objects((None if answer == _ZERO and not has_targets else answer, pairs))
         return {found for found, _ in gathered}, [seen for _, seen in gathered]
-
-    def refuse_zero(self) -> None:
-        """Raise ValueError: a loss of 0 has gradients, and what divides them is not known."""
-        raise ValueError(
-            "the loss of this micro-batch is 0 and its gradients are not, so whether it is divided by "
-            f"num_items_in_batch cannot be seen, and decides what the gradients are divided by. {_DECLARE}"
-        )
 
     def division(self, given_count: bool | None, size: int, is_scaled: bool | None = None) -> Division:
         """Return what a micro-batch's loss is divided by.
@@ -279,10 +264,7 @@ class LossRule:
 
     def observe_evaluation(self, look: Callable[[], Pair]) -> None:
         """Find out what the losses of evaluations are divided by."""
-        pairs = [look()]
-        answer = compare(pairs)
-        if answer == _UNCLEAR and self._strategy.world_size == 1:
-            answer = compare([*pairs, look()])
+        answer = compare([look()])
         self._is_unclear = answer == _UNCLEAR
         self._may_look = self._may_look and not self._is_unclear
         self.evaluated = answer == _COUNTED if answer in (_COUNTED, _MEAN) else None
@@ -353,12 +335,17 @@ _DECLARE = (
 )
 
 
+ZERO_WITH_GRADIENTS = (
+    "the loss of this micro-batch is 0 and its gradients are not, so whether it is divided by num_items_in_batch "
+    f"cannot be seen, and decides what the gradients are divided by. {_DECLARE}"
+)
+
+
 def _unclear(pairs_of_ranks: Sequence[Sequence[Pair]]) -> str:
     seen = "; ".join(
         f"{' and '.join(f'{pair.once:.7g}' for pair in pairs)} with {pairs[0].count:g}, "
         f"{' and '.join(f'{pair.twice:.7g}' for pair in pairs)} with {2 * pairs[0].count:g}"
         for pairs in pairs_of_ranks
-        if all(pair.once is not None for pair in pairs)
     )
     return (
         "what the loss is divided by cannot be seen, and decides what the gradients are divided by: twice the "

@@ -182,7 +182,8 @@ class RandomState:
 
 
 @cache
-def _kinds() -> tuple[type, ...]:  # a function, because numpy imports its generators on first use
+def generator_kinds() -> tuple[type, ...]:
+    """Return the classes of generators; a function, because numpy imports its own on first use."""
     return (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -201,7 +202,11 @@ def find_generators(root: Any, *, depth: int = _DEPTH) -> dict[str, Any]:
     It follows attributes, short lists and dicts, and what functions are bound to: a sampler's `generator`, that of a
     dataset's transform, one in a closure. It does not follow torch modules, and skips the global generators.
     """
-    return {path: thing for path, thing in find_inside(root, _kinds(), depth=depth).items() if not _is_global(thing)}
+    return {
+        path: thing
+        for path, thing in find_inside(root, generator_kinds(), depth=depth).items()
+        if not _is_global(thing)
+    }
 
 
 def find_inside(root: Any, kinds: tuple[type, ...], *, depth: int = _DEPTH) -> dict[str, Any]:
@@ -210,11 +215,11 @@ def find_inside(root: Any, kinds: tuple[type, ...], *, depth: int = _DEPTH) -> d
     seen, queue = {id(root)}, deque([("", root, depth)])
     while queue and len(seen) <= _MOST:
         path, thing, left = queue.popleft()
-        if isinstance(thing, (*kinds, *_kinds())):
+        if isinstance(thing, (*kinds, *generator_kinds())):
             if isinstance(thing, kinds):
                 found[path] = thing
             continue
-        for name, value in _inside(thing) if left else ():
+        for name, value in parts_of(thing) if left else ():
             if id(value) not in seen and _may_hold(value):
                 seen.add(id(value))
                 queue.append((f"{path}.{name}" if path else name, value, left - 1))
@@ -258,7 +263,8 @@ def _is_global(generator: Any) -> bool:
     return generator is torch.default_generator or generator is np.random.mtrand._rand
 
 
-def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds by name: attributes, entries, what a function or a method is bound to."""
     if isinstance(thing, types.MethodType):
         yield "__self__", thing.__self__
     elif isinstance(thing, types.FunctionType):
@@ -269,7 +275,7 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
         yield "func", thing.func
         yield from thing.keywords.items()
         yield from ((str(number), value) for number, value in enumerate(thing.args))
-    elif isinstance(thing, list | tuple):
+    elif isinstance(thing, list | tuple | set | deque):
         yield from ((str(number), value) for number, value in enumerate(thing))
     elif isinstance(thing, dict):
         yield from ((str(name), value) for name, value in thing.items())
@@ -280,4 +286,4 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
 def _may_hold(value: Any) -> bool:
     if isinstance(value, list | tuple | dict):
         return len(value) <= _SHORT
-    return isinstance(value, _kinds()) or hasattr(value, "__dict__") or isinstance(value, types.MethodType)
+    return isinstance(value, generator_kinds()) or hasattr(value, "__dict__") or isinstance(value, types.MethodType)

@@ -52,12 +52,8 @@ def kept_logits(
 ) -> Any:
     """Return the outputs of a model to keep as predictions: without the loss and ignored outputs."""
     ignored = _ignored_outputs(model) if ignore_keys is None else ignore_keys
-    logits = detach(_detached, _kept_outputs(outputs, [*ignored, "loss"], skip_first=skip_first))
+    logits = detach(torch.Tensor.detach, _kept_outputs(outputs, [*ignored, "loss"], skip_first=skip_first))
     return logits[0] if len(logits) == 1 else logits
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
 
 
 def labels_in(inputs: Any, names: list[str]) -> Any:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from tr_core.evaluation.gather import map_tensors
-from tr_core.loss import Division, Pair, split_loss
-from tr_core.metric_means import MetricWindow
+from tr_core.loss import ZERO_WITH_GRADIENTS, Division, Pair, split_loss
 from tr_core.model_io import batch_size_of, local_shard, loss_of, to_device
 from tr_core.optim.fused_backward import kind
 from tr_core.rollback import Rollback, without_own_hooks
@@ -75,7 +74,7 @@ class Stepping(Reporting):
         if self.loss_rule.was_zero:
             self._refuse_gradients_of_zero()
         if wants_outputs:
-            self.scope.outputs = map_tensors(_detached, outputs)
+            self.scope.outputs = map_tensors(torch.Tensor.detach, outputs)
         return loss.detach()
 
     def _split_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
@@ -248,14 +247,10 @@ class Stepping(Reporting):
     def _losses_with(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, context: Callable[[], Any]) -> Pair:
         """Compute the loss of a batch with its count and with twice the count, and leave all as it was. Sync."""
         # What was compiled runs as written: it would be compiled for one call.
-        is_eager = "torch._dynamo" in sys.modules
+        stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
-            with (
-                warnings.catch_warnings(action="ignore"),  # of checkpointing without gradients
-                torch.no_grad(),
-                without_own_hooks(model),
-                torch.compiler.set_stance("force_eager") if is_eager else nullcontext(),
-            ):
+            # Checkpointing warns where there are no gradients.
+            with warnings.catch_warnings(action="ignore"), torch.no_grad(), without_own_hooks(model), stance:
                 return self._pair(model, inputs, num_items, context)
         except Exception as error:
             # It may need gradients, a hook, or the memory that compiled code saves.
@@ -263,51 +258,36 @@ class Stepping(Reporting):
         return self._pair(model, inputs, num_items, context)
 
     def _pair(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, context: Callable[[], Any]) -> Pair:
-        evaluates = self.is_in_evaluation
-        found: list[float | None] = []
-        with self._apart():
-            rollback = Rollback(self.strategy.device, model, self, vars(self.state), self.loss_function)
-            for count in (num_items, 2 * num_items):
-                options: dict[str, Any] = {"num_items_in_batch": count}
-                if evaluates or self.callback_handler.wants_outputs:
-                    options["return_outputs"] = True
-                try:
-                    with context():
-                        loss = self.compute_loss(model, to_device(inputs, self.strategy.device, copy=True), **options)
-                    loss = loss[0] if "return_outputs" in options else loss
-                    loss = split_loss(loss)[0] if isinstance(loss, Mapping) else loss
-                    is_number = isinstance(loss, torch.Tensor) and loss.numel() == 1
-                    found.append(float(loss.detach()) if is_number else None)  # sync
-                finally:
-                    rollback.restore()
-                    torch.clear_autocast_cache()  # it has weights without gradients
-        unit = torch.finfo(loss.dtype).eps / 2 if is_number and loss.is_floating_point() else 0.0
-        return Pair(float(num_items), found[0], math.nan if found[1] is None else found[1], unit)
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Log nothing in the block."""
-        scope, own = self.scope, vars(self)
-        outer, log = scope.metrics, own.get("log")
-        scope.metrics = None if outer is None else MetricWindow(self.strategy)
-        own["log"] = lambda *args, **named: None
-        try:
-            yield
-        finally:
-            scope.metrics = outer
-            del own["log"]
-            if log is not None:
-                own["log"] = log
+        own, unit = vars(self), 0.0
+        losses: list[float] = []
+        options = {"return_outputs": True} if self.is_in_evaluation or self.callback_handler.wants_outputs else {}
+        rollback = Rollback(self.strategy.device, model, self, own, vars(self.state), self.loss_function)
+        for count in (num_items, 2 * num_items):
+            own.update(log=_nothing, log_metric=_nothing)  # undone with the rest
+            try:
+                with context():
+                    copied = to_device(inputs, self.strategy.device, copy=True)
+                    loss = self.compute_loss(model, copied, num_items_in_batch=count, **options)
+            finally:
+                rollback.restore()
+                torch.clear_autocast_cache()  # it has weights without gradients
+            loss = loss[0] if options else loss
+            loss = split_loss(loss)[0] if isinstance(loss, Mapping) else loss
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                return Pair(float(num_items), math.nan, math.nan, unit)
+            losses.append(float(loss.detach()))  # sync
+            unit = torch.finfo(loss.dtype).eps / 2 if loss.is_floating_point() else 0.0
+        return Pair(float(num_items), losses[0], losses[1], unit)
 
     def _refuse_gradients_of_zero(self) -> None:
         """Refuse a loss of 0 that has gradients while it is not known what it is divided by. Sync. Collective."""
         strategy, self.loss_rule.was_zero = self.strategy, False
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        steps_itself = self.optimizer is not None and kind(self.optimizer) == "backward-update"
-        is_hidden = strategy.binds_optimizer or steps_itself  # where gradients are gone already
-        has_any = is_hidden or any(bool(local_shard(gradient).any()) for gradient in gradients)
+        # Where gradients are gone already, none is seen.
+        hides = strategy.binds_optimizer or (self.optimizer and kind(self.optimizer) == "backward-update")
+        has_any = hides or any(bool(local_shard(gradient).any()) for gradient in gradients)
         if any(strategy.gather_objects(has_any)):
-            self.loss_rule.refuse_zero()
+            raise ValueError(ZERO_WITH_GRADIENTS)
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` returned in addition to the loss: this micro-batch's share of the step's values."""
@@ -325,5 +305,5 @@ class Stepping(Reporting):
         return rest, rest.pop("labels", None)
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
+def _nothing(*args: Any, **named: Any) -> None:
+    """Log nothing."""
