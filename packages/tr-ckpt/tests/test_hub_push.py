@@ -79,10 +79,11 @@ def test_private_names_stay_at_home_at_every_depth_and_are_said_once(depth, hub,
 def test_links_to_folders_and_out_of_the_folder_are_not_followed(hub, tmp_path, caplog):
     run, folder = Run(tmp_path / "out", hub), tmp_path / "folder"
     fill(tmp_path, "elsewhere/secret.txt", "sibling/.env", "sibling/model.bin")
-    fill(folder, "README.md", "sub/x.txt", ".env", "checkpoint-5/model.safetensors")
+    fill(folder, "README.md", "sub/x.txt", ".env", "checkpoint-5/model.safetensors", "events.jsonl", "core")
     links = {
         "latest": "checkpoint-5", "data": tmp_path / "elsewhere", "up": "..", "here": ".", "sub/again": "..",
-        "secret.txt": "../elsewhere/secret.txt", "env.txt": ".env", "gone": "nowhere", "a": "b", "b": "a",
+        "secret.txt": "../elsewhere/secret.txt", "env.txt": ".env", "events.txt": "events.jsonl",
+        "dump": "core", "gone": "nowhere", "a": "b", "b": "a",
         "readme.txt": "README.md", "model.safetensors": "checkpoint-5/model.safetensors", "sub/y.txt": "x.txt",
     }  # fmt: skip
     for name, target in links.items():
@@ -99,9 +100,10 @@ def test_links_to_folders_and_out_of_the_folder_are_not_followed(hub, tmp_path, 
         ".env": "a private name)", "latest": "a link to a folder)", "data": "a link to a folder)",
         "up": "a link to a folder)", "here": "a link to a folder)", "sub/again": "a link to a folder)",
         "secret.txt": "a link out of the folder)", "env.txt": "a link to a private name)",
+        "events.txt": "a link to a private name)", "dump": "a link to a private name)", "core": "a core dump)",
         "gone": "a link to nothing)", "a": "a link to nothing)", "b": "a link to nothing)",
     }  # fmt: skip
-    assert " and 8 more" in caplog.text
+    assert " and 11 more" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

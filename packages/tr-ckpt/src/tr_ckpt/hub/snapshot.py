@@ -133,7 +133,8 @@ def _why_not(path: Path, root: Path) -> str:
         return "a link to nothing"
     if not target.is_relative_to(root):
         return "a link out of the folder"
-    is_private = any(why_private(part) for part in target.relative_to(root).parts)
+    parts = target.relative_to(root).parts
+    is_private = any(why_private(part) or _matches(part, OWN_NAMES) for part in parts) or parts[-1] == "core"
     return "a link to a private name" if is_private else ""
 
 
