@@ -9,7 +9,7 @@ from pathlib import Path
 # What an attack must never achieve, in the order of the table's columns.
 LOST = "lost"  # a verified checkpoint or finished work is gone
 EXECUTED = "executed"  # content that came from outside was run
-OUTSIDE = "outside"  # something was written or removed outside the folder that was given
+OUTSIDE = "outside"  # something was written, removed or shown outside the folder that was given
 HUNG = "hung"  # a time limit was passed, or memory grew beyond its limit
 WRONG_END = "wrong end"  # an exit code, a result or an error that is not the right one; a raw error in place of words
 KINDS = (LOST, EXECUTED, OUTSIDE, HUNG, WRONG_END)

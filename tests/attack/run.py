@@ -29,6 +29,8 @@ ATTACKS: dict[str, str] = {
     "conditions": "quotas, full and slow disks, clocks that go back, process numbers used again, many shards",
     "files": "hostile checkpoints at every door, changed bytes in every parser, drawn names and states",
     "arguments": "hostile argument files and command lines",
+    "pushes": "folders with links and private names at every depth are pushed to a Hub",
+    "hosts": "two hosts, by namespaces of names, save to one folder",
     "signals": "signals at every phase, to every kind of process",
     "ranks": "a rank that raises, ends or is slow, in each place",
     "mutations": "checks taken out one at a time: an attack or a test must notice",
