@@ -19,7 +19,7 @@ from ckpt_parts import listed
 from ckpt_shards import Buffers, Counted, Holder, keep
 from ckpt_workers import caught, checkpointer
 
-from tr_ckpt import CheckpointError, untrusted
+from tr_ckpt import CheckpointError, discovery, untrusted
 from tr_ckpt.sharded import reading, stateful
 
 
@@ -89,6 +89,24 @@ def restore_what_is_whole(directory: str, damage: str) -> None:
     message = caught(lambda: checkpointer(directory).restore(held(0.0), f"{directory}/checkpoint-2"))
     assert message.startswith("DamagedCheckpointError"), message
     assert damage in message, message
+
+
+def read_back_shares(directory: str) -> None:
+    """Save over a limit; each rank reads back what it wrote, and rank 0 the files of all."""
+    keeper, read = checkpointer(directory, keep_last=1), []
+    damages = discovery.damages
+    keeper.save(1, held(10.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discovery, "damages", lambda *given: read.append(sorted(given[2])) or damages(*given))
+        keeper.save(2, held(20.0))
+    own = f"held-shard-{dist.get_rank()}.safetensors"
+    assert read == [[[own, "held.json", "held.shards.json"], [own]][dist.get_rank()]]
+    assert keeper.steps() == [2]
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(discovery, "damages", lambda *given: [f"{own} is damaged, it is said"])
+        keeper.save(3, held(30.0))
+    assert keeper.steps() == [2, 3]  # what one rank finds counts for all
 
 
 class Gathered(Holder):

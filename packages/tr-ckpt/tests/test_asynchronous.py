@@ -228,7 +228,7 @@ def test_what_follows_and_fails_is_logged_and_the_checkpoint_stays(asynchronous,
 
 def test_old_ones_go_in_the_background_after_the_new_one_was_read_back(tmp_path, monkeypatch):
     events = []
-    for module, name in ((discovery, "verify"), (retention, "remove")):
+    for module, name in ((discovery, "damages"), (retention, "remove")):
         original = getattr(module, name)
 
         def noting(*arguments, name=name, original=original):
@@ -240,7 +240,7 @@ def test_old_ones_go_in_the_background_after_the_new_one_was_read_back(tmp_path,
     for step in (2, 4, 6, 7):
         checkpointer.save(step, parts(step), protected=(2,))
     checkpointer.close()
-    assert events == [("verify", False), ("remove", False)]
+    assert events == [("damages", False), ("remove", False)]
     assert checkpointer.steps() == [2, 4, 7]
 
 

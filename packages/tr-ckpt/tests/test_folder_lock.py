@@ -26,7 +26,7 @@ from tr_ckpt import (
     folder_lock,
     lock_file,
     names,
-    part_files,
+    retention,
     staging,
 )
 from tr_ckpt.folder_lock import FolderLock
@@ -326,9 +326,14 @@ def test_a_lock_that_is_lost_while_a_disk_syncs_is_noticed_before_the_rename(tmp
 
 
 def test_a_lock_that_is_lost_while_a_checkpoint_is_read_back_removes_none(tmp_path, monkeypatch):
-    checkpointer, verify = Checkpointer(tmp_path, keep_last=1), part_files.verify
+    checkpointer, read_back = Checkpointer(tmp_path, keep_last=1), retention.Surplus.read_back
     checkpointer.save(1, parts(1))
-    monkeypatch.setattr(part_files, "verify", lambda *given: (verify(*given), taken_away(tmp_path)))
+
+    def slow(*given):
+        taken_away(tmp_path)
+        return read_back(*given)
+
+    monkeypatch.setattr(retention.Surplus, "read_back", slow)
     with pytest.raises(FolderInUseError, match="was taken over"):
         checkpointer.save(2, parts(2))
     assert listed(tmp_path) == ["checkpoint-1", "checkpoint-2"]

@@ -12,7 +12,7 @@ from ckpt_parts import listed, number_of, parts, restored, sealed
 from ckpt_workers import run
 from minihub import TOKEN, wait_until
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, HubRepository
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, HubRepository, ranks
 from tr_ckpt.hub import resume
 
 pytestmark = [
@@ -82,7 +82,7 @@ def test_what_is_pushed_meanwhile_changes_nothing(path, hub, tmp_path):
     hub.log.clear()  # the pushes asked the same: only what is asked from here on is the reader's
     gate = hub.hold("GET", path)
     into = parts()
-    future = resume._in_thread(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
+    future = ranks.in_thread(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
     wait_until(lambda: any(method == "GET" and re.search(path, asked) for method, asked in hub.log))
     run.push(3)
     gate.set()
@@ -248,7 +248,7 @@ def test_two_ranks_restore_what_one_of_them_downloads(hub, tmp_path):
 
 
 def test_another_rank_hears_of_it_when_the_download_fails(tmp_path):
-    answers = iter([lambda value: [True, value], lambda value: [(None, "CheckpointError: no checkpoint at X"), value]])
+    answers = iter([lambda value: [(None, "CheckpointError: no checkpoint at X"), value]])
     other = Checkpointer(tmp_path, rank=1, world_size=2, gather_objects=lambda value: next(answers)(value))
     with pytest.raises(CheckpointError, match="hub:ci/run was not restored: rank 0: CheckpointError: no checkpoint at"):
         other.restore(parts(), "hub:ci/run")

@@ -1,6 +1,8 @@
 """Several processes that save and restore together."""
 
 import logging
+import threading
+import time
 from pathlib import Path
 
 import ckpt_workers
@@ -9,7 +11,7 @@ import torch
 from ckpt_parts import listed, number_of, parts
 from ckpt_workers import run
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery, ranks
 from tr_ckpt.ranks import Ranks
 
 
@@ -73,6 +75,108 @@ def test_a_failure_elsewhere_is_an_error_here(tmp_path):
     with pytest.raises(SaveError, match="checkpoint-1 was not saved: rank 1: OSError: disk full"):
         Checkpointer(tmp_path, **as_rank(0, 2, exchanges)).save(1, parts(1))
     assert listed(tmp_path) == []
+
+
+class Meeting:
+    """Two ranks that are threads of this process, and how often they have exchanged values."""
+
+    def __init__(self):
+        self.count = 0
+        self._barrier = threading.Barrier(2)
+        self._values = [None, None]
+
+    def gather(self, rank):
+        def gather_objects(value):
+            self._values[rank] = value
+            self._barrier.wait(60)
+            values = list(self._values)
+            self.count += rank
+            self._barrier.wait(60)
+            return values
+
+        return gather_objects
+
+    def run(self, work):
+        """Return what `work` returned or raised on each rank, given its `Ranks`."""
+        found = [None, None]
+
+        def one(rank):
+            try:
+                found[rank] = work(rank, {"rank": rank, "world_size": 2, "gather_objects": self.gather(rank)})
+            except Exception as error:
+                found[rank] = error
+                self._barrier.abort() if isinstance(error, threading.BrokenBarrierError) else None
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        return found
+
+    def go_on(self, times=3):
+        """Wait, in the work of a rank, until the ranks have exchanged values a few times more."""
+        end, deadline_s = self.count + times, time.monotonic() + 30
+        while self.count < end:
+            assert time.monotonic() < deadline_s, "the other rank waits in one exchange for the end of this work"
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    monkeypatch.setattr(ranks, "HEAR_EVERY_S", 0.01)
+    return Meeting()
+
+
+def test_ranks_hear_of_each_other_while_one_works_for_long(meeting):
+    def work(rank, given):
+        return Ranks(**given).apart("nothing was done", lambda: (meeting.go_on() if rank == 0 else None, rank))
+
+    assert meeting.run(work) == [[(None, 0), (None, 1)]] * 2
+
+
+def test_what_fails_apart_is_told_to_all(meeting):
+    def fail(rank):
+        if rank == 1:
+            meeting.go_on()
+            raise OSError("disk full")
+
+    first, second = meeting.run(lambda rank, given: Ranks(**given).apart("nothing was done", lambda: fail(rank)))
+    assert (type(first), str(first)) == (SaveError, "nothing was done: rank 1: OSError: disk full")
+    assert (type(second), str(second)) == (OSError, "disk full")
+
+
+@pytest.fixture
+def slow_reads(meeting, monkeypatch):
+    """Reading a checkpoint back takes longer than any exchange."""
+    damages = discovery.damages
+
+    def slow(folder, described, wanted):
+        if wanted:
+            meeting.go_on()
+        return damages(folder, described, wanted)
+
+    return lambda: monkeypatch.setattr(discovery, "damages", slow)
+
+
+def test_no_exchange_lasts_as_long_as_the_reading_of_a_restore(tmp_path, meeting, slow_reads):
+    Checkpointer(tmp_path).save(1, parts(10))
+    slow_reads()
+    assert meeting.run(lambda rank, given: Checkpointer(tmp_path, **given).restore(parts())) == [1, 1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_exchange_lasts_as_long_as_reading_back_what_was_saved(tmp_path, meeting, slow_reads, asynchronous):
+    def save(rank, given):
+        keeper = Checkpointer(tmp_path, keep_last=1, asynchronous=asynchronous, **given)
+        keeper.save(1, parts(10))
+        keeper.save(2, parts(20))
+        keeper.save(3, parts(30))
+        keeper.close()
+        return keeper.steps()
+
+    slow_reads()
+    assert meeting.run(save) == [[3], [3]]
 
 
 class UnprintableError(Exception):

@@ -102,6 +102,10 @@ def test_a_damaged_file_keeps_no_rank_in_a_state_dict_that_all_make(twice, file)
     run(2, ckpt_shard_faults.restore_what_is_whole_by_gathering, str(twice), f"{file} was changed after it was written")
 
 
+def test_each_rank_reads_back_its_share_before_older_checkpoints_go(tmp_path):
+    run(2, ckpt_shard_faults.read_back_shares, str(tmp_path / "run"))
+
+
 def test_a_state_dict_that_fails_on_one_rank_is_told_to_all(twice):
     run(2, ckpt_shard_faults.restore_what_fails_on_one_rank, str(twice))
 

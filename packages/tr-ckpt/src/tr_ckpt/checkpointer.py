@@ -17,7 +17,7 @@ from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.parts import HostBuffers
 from tr_ckpt.ranks import NodeRanks, Ranks
 from tr_ckpt.restoring import Restored, Restoring
-from tr_ckpt.retention import Known
+from tr_ckpt.retention import Known, Surplus
 from tr_ckpt.saving import Saving, run_on_commit, warn_of_other_runs
 
 
@@ -169,25 +169,27 @@ class Checkpointer:
         name = names.checkpoint_name(self.prefix, step)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
             raise CheckpointError(f"step={step!r} is no count of optimizer steps; give an integer of 0 or more")
-        self._hold_up()
-        self.wait()
+        self._settle(self._hold_up)
         folder = self.directory / name
         saving = Saving(self.directory, self.prefix, step, self._ranks, self._known, self._lock)
 
-        def follow() -> None:
-            if self._ranks.rank == 0:
-                self._follow(Found(step, name, folder), saving.sequence, on_commit, protected)
+        def follow() -> Surplus | None:
+            if self._ranks.rank != 0:
+                return None
+            return self._follow(Found(step, name, folder), saving.sequence, on_commit, protected)
 
         if not self.asynchronous:
             saving.make(parts, write_extra)
-            # A collective, so that no rank continues while rank 0 is still removing.
-            self._ranks.together(f"{name} was saved, but older ones remain", follow)
+            # Collective, so that no rank continues while rank 0 is still removing.
+            what = f"{name} was saved, but older ones remain"
+            self._remove(what, self._ranks.together(what, follow)[0])
             return folder
         captured = saving.capture(parts, write_extra, self._buffers)
 
         def write() -> None:
             saving.finish(captured)
-            follow()
+            if (surplus := follow()) is not None:  # without the other ranks, which train on
+                surplus.remove([surplus.read_back(0, 1)], self._lock.check)
 
         if self._background is None:
             self._background = Background()
@@ -196,13 +198,29 @@ class Checkpointer:
 
     def _follow(
         self, saved: Found, sequence: int, on_commit: Callable[[Path], None] | None, protected: Sequence[int]
-    ) -> None:
+    ) -> Surplus | None:
         warn_of_other_runs(saved.path, self._sequence, sequence)
         self._sequence = sequence
         run_on_commit(on_commit if self._ranks.number == 0 else None, saved.path)
-        if self.keep_last is not None:
-            limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-            retention.prune(saved, self.prefix, self._known, protected=protected, look=self._lock.check, **limits)
+        if self.keep_last is None:
+            return None
+        limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
+        return retention.surplus(saved, self.prefix, self._known, protected=protected, **limits)
+
+    def _remove(self, what: str, surplus: Surplus | None) -> None:
+        """Remove older checkpoints, once each rank has read back its share of the new one. Collective."""
+        ranks = self._ranks
+        if not any(ranks.across(surplus is not None)):
+            return
+        answers = ranks.apart(
+            what, lambda: ("", "") if surplus is None else surplus.read_back(ranks.rank, ranks.world_size)
+        )
+
+        def remove() -> None:
+            if surplus is not None and ranks.rank == 0:
+                surplus.remove(answers, self._lock.check)
+
+        ranks.together(what, remove)
 
     def check(self) -> None:
         """Raise the failure of a background write, if one failed since the last call; does not wait.
@@ -222,9 +240,7 @@ class Checkpointer:
             OSError: a checkpoint could not be written, here or (`SaveError`) on another rank; each failure is
                 raised once.
         """
-        self._join()
-        if self.asynchronous:
-            self._ranks.together("a write in the background failed", self.check)
+        self._settle(self._join)
 
     def close(self) -> None:
         """Do what `wait` does, and then unlock the folder for other runs.
@@ -299,7 +315,8 @@ class Checkpointer:
             UnreadableError: a checkpoint that may be the newest could not be read, also when tried again. Other ranks
                 raise a `CheckpointError` that names this rank. No other checkpoint is taken instead.
         """
-        self._join()
+        if self.asynchronous:
+            self._ranks.apart("nothing was restored", self._join)
         self.restored = None
         restoring = Restoring(parts, self._ranks, self.prefix, optional=optional, only_read=only_read)
         step = self._restore(restoring, source)
@@ -357,6 +374,18 @@ class Checkpointer:
     def _hold_up(self) -> None:
         if self._background is not None:
             self._background.hold_up()
+
+    def _settle(self, join: Callable[[], None]) -> None:
+        """Wait for the write under way, and raise what failed, on all ranks. Collective, when asynchronous."""
+
+        def settled() -> None:
+            join()
+            self.check()
+
+        if self.asynchronous:
+            self._ranks.apart("a write in the background failed", settled)
+        else:
+            settled()
 
     def _join(self) -> None:
         if self._background is not None:

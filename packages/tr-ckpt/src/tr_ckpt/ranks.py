@@ -8,8 +8,12 @@ from a step that all of them have.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextvars import copy_context
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +22,9 @@ from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, SaveError, UnreadableError
 
 T = TypeVar("T")
+
+# How often ranks hear of each other while they work for long.
+HEAR_EVERY_S = 5.0
 
 _UNREADABLE = f"{UnreadableError.__name__}: "
 
@@ -84,13 +91,38 @@ class Ranks:
             UnreadableError: if `failure` is `CheckpointError` and the failed ranks could not read a file. All ranks
                 then raise it with the same text.
         """
+        return self._answered(what, *self._told(work), failure)
+
+    def apart(self, what: str, work: Callable[[], T], failure: type[Exception] = SaveError) -> list[T]:
+        """Do the same for work that may take long, exchanges nothing, and changes nothing on the disk. Collective.
+
+        It runs in a thread. The ranks tell each other every `HEAR_EVERY_S` that they live: no exchange lasts as long as
+        the work of the slowest, which a backend, and a watch for hangs, would end.
+        """
+        if self.gather_objects is None:
+            return self.together(what, work, failure)
+        future = in_thread(work)
+
+        def outcome() -> Any:
+            return future.result() if is_done(future, HEAR_EVERY_S) else _Busy.WORKS
+
+        while True:
+            answers, error = self._told(outcome)
+            if not any(result is _Busy.WORKS for _, (result, _) in answers):
+                return self._answered(what, answers, error, failure)
+
+    def _told(self, work: Callable[[], Any]) -> tuple[list[tuple[int, tuple[Any, str | None]]], Exception | None]:
+        """Run `work`, and return what came of it on every process of the run, and its error on this one. Collective."""
         error: Exception | None = None
         result: Any = None
         try:
             result = work()
         except Exception as caught:
             error = caught
-        answers = self._everywhere((result, None if error is None else _error_text(error)))
+        return self._everywhere((result, None if error is None else _error_text(error))), error
+
+    def _answered(self, what: str, answers: Any, error: Exception | None, failure: type[Exception]) -> list[Any]:
+        """Return the results of this group; raise if a process of the run has failed."""
         failed = [(rank, text) for rank, (_, (_, text)) in enumerate(answers) if text is not None]
         if failure is CheckpointError and self.total > 1 and all(text.startswith(_UNREADABLE) for _, text in failed):
             failed = [(rank, text.removeprefix(_UNREADABLE)) for rank, text in failed]
@@ -108,6 +140,38 @@ class Ranks:
     def _everywhere(self, value: T) -> list[tuple[int, T]]:
         """Return the value of every process of the run, each with its group's number."""
         return [(0, answer) for answer in ([value] if self.gather_objects is None else self.gather_objects(value))]
+
+
+class _Busy(Enum):
+    """The answer of a rank that is not done."""
+
+    WORKS = 1
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread of its own that the interpreter does not wait for."""
+    future: Future[T] = Future()
+    context = copy_context()
+
+    def run() -> None:
+        try:
+            result = context.run(work)
+        except BaseException as error:  # of any kind: the caller raises it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    try:
+        # With the name of the thread whose work it does.
+        threading.Thread(target=run, name=threading.current_thread().name, daemon=True).start()
+    except RuntimeError:  # as while the interpreter exits
+        run()
+    return future
+
+
+def is_done(future: Future[Any], within_s: float) -> bool:
+    """Wait for a result for at most `within_s`, and return whether there is one."""
+    return bool(wait([future], within_s).done)
 
 
 def _error_text(error: Exception) -> str:

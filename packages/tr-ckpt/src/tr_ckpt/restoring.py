@@ -201,7 +201,7 @@ class Restoring:
             self._read_last = None
             states.clear()
             self._take_layouts(found, what)
-            answers = self._ranks.together(what, lambda: self._read(found, states), failure=CheckpointError)
+            answers = self._ranks.apart(what, lambda: self._read(found, states), failure=CheckpointError)
             problems = [problem for machine in self._ranks.across(_contradictions(answers)) for problem in machine]
             if not problems:
                 return answers

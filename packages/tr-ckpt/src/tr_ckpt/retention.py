@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import discovery, files, names, part_files, reads, staging
+from tr_ckpt import discovery, files, names, part_files, parts, reads, staging
 from tr_ckpt.discovery import Age, Found, Seen
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, FolderInUseError, UnreadableError, first_three
 
@@ -144,7 +144,66 @@ def remove(found: Found) -> None:
     staging.discard(dropped)
 
 
-def prune(
+@dataclass(frozen=True)
+class Surplus:
+    """What goes once the checkpoint that was just saved has been read back.
+
+    Attributes:
+        saved: the one just saved.
+        found: those beyond the limit, the oldest first.
+    """
+
+    saved: Found
+    found: Sequence[Found]
+
+    def read_back(self, rank: int, world_size: int) -> tuple[str, str]:
+        """Read a rank's share of the files of the new checkpoint. Not collective.
+
+        A failed read is not repeated here: nothing is removed, and the next save tries again.
+
+        Returns:
+            Why it cannot be read, and how it is damaged; both are empty if it is intact.
+        """
+        folder = self.saved.path
+        try:
+            with reads.at_once():
+                described = discovery.check_quickly(self.saved)
+                wanted = parts.files_to_verify(described, (), rank, world_size)
+                discovery.raise_if_damaged(discovery.damages(folder, described, wanted))
+                if rank == 0:
+                    discovery.raise_if_damaged(part_files.problems(folder, described))
+        except UnreadableError as error:
+            return str(error), ""
+        except DamagedCheckpointError as error:
+            return "", str(error)
+        return "", ""
+
+    def remove(self, answers: Iterable[tuple[str, str]], look: Callable[[], None]) -> None:
+        """Remove it, if no rank's share of the new checkpoint is damaged or unreadable.
+
+        Args:
+            answers: of `read_back`, of all ranks.
+            look: called right before each removal, which it prevents by raising.
+
+        Raises:
+            FolderInUseError: another run has taken the folder over; what is there is its own.
+        """
+        unread, damaged = ("; ".join(dict.fromkeys(filter(None, texts))) for texts in zip(*answers, strict=True))
+        if damaged:
+            logger.error("nothing is removed: %s, just saved, reads back damaged: %s", self.saved.name, damaged)
+        elif unread:
+            logger.warning("nothing is removed now, the next save tries again: %s", unread)
+        for found in () if damaged or unread else self.found:
+            try:
+                look()
+                remove(found)
+            except FolderInUseError:
+                raise
+            except OSError as error:
+                logger.error("%s could not be removed (%s); the next save tries again", found.name, error)
+
+
+def surplus(
     saved: Found,
     prefix: str,
     known: Known,
@@ -152,11 +211,8 @@ def prune(
     keep_last: int,
     keep_every: int | None,
     protected: Collection[int],
-    look: Callable[[], None] = lambda: None,
-) -> None:
-    """Remove the checkpoints beyond a limit, once the new one has been read back and is intact.
-
-    A failed read is not repeated here: nothing is removed, and the next save tries again.
+) -> Surplus | None:
+    """Return the checkpoints beyond a limit; None if there are none, or that cannot be known now.
 
     Args:
         saved: the checkpoint that was just saved; those beside it may be removed.
@@ -165,32 +221,16 @@ def prune(
         keep_last: how many are kept.
         keep_every: checkpoints whose step is a multiple of this are kept and do not count.
         protected: steps that are kept.
-        look: called right before each removal, which it prevents by raising.
-
-    Raises:
-        FolderInUseError: another run has taken the folder over; what is there is its own.
     """
     if saved.step is None:
-        return
+        return None
     try:
         with reads.at_once():
-            surplus = _surplus(saved, prefix, known, keep_last, protected, keep_every)
-            if surplus:
-                part_files.verify(saved.path, discovery.check_quickly(saved))
+            found = _surplus(saved, prefix, known, keep_last, protected, keep_every)
     except UnreadableError as error:
         logger.warning("nothing is removed now, the next save tries again: %s", error)
-        return
-    except DamagedCheckpointError as error:
-        logger.error("nothing is removed: %s, just saved, reads back damaged: %s", saved.name, error)
-        return
-    for found in surplus:
-        try:
-            look()
-            remove(found)
-        except FolderInUseError:
-            raise
-        except OSError as error:
-            logger.error("%s could not be removed (%s); the next save tries again", found.name, error)
+        return None
+    return Surplus(saved, found) if found else None
 
 
 def _surplus(

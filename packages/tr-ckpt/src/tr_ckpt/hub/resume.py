@@ -13,10 +13,7 @@ import logging
 import math
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +25,7 @@ from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError
 from tr_ckpt.hub.hub_callback import LAST
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.manifest import Manifest
-from tr_ckpt.ranks import Ranks
+from tr_ckpt.ranks import Ranks, in_thread
 
 # The limit for a listing, which is kept in memory.
 MOST_ENTRIES = 1_000_000
@@ -162,9 +159,6 @@ logger = logging.getLogger(__name__)
 
 SCHEME = "hub"
 
-# How often ranks that wait for a download exchange its status: no collective may last as long as a download.
-_HEAR_EVERY_S = 30.0
-
 _FOREIGN = "trainer_state.json"  # another program's checkpoints have this file instead of a manifest
 _COMMITS_NAMED = 5
 
@@ -194,14 +188,14 @@ def fetched(
         CheckpointError: there is no checkpoint, or the download failed; the message says why.
         DamagedCheckpointError: all checkpoints there are damaged.
     """
-    download = _in_thread(lambda: fetch(_repository(source, own), directory, prefix)) if ranks.rank == 0 else None
-    while not ranks.gather(download is None or _is_done(download, _HEAR_EVERY_S))[0]:
-        pass
 
-    def result() -> Path | None:
-        return None if download is None else download.result()
+    def download() -> Path | None:
+        if ranks.rank != 0:
+            return None
+        # In a thread: a traceback of Ctrl-C in this one then shows no request with a token.
+        return in_thread(lambda: fetch(_repository(source, own), directory, prefix)).result()
 
-    folder = ranks.together(f"{source} was not restored", result, failure=CheckpointError)[0]
+    folder = ranks.apart(f"{source} was not restored", download, failure=CheckpointError)[0]
     assert folder is not None  # rank 0's result
     try:
         yield folder
@@ -347,27 +341,3 @@ def earlier_commits(commit: Commit) -> str:
     except PushError:
         return ""
     return f" — resume from an earlier commit: {', '.join(named)}" if named else ""
-
-
-def _in_thread(work: Callable[[], Path]) -> Future[Path]:
-    """Run `work` in a thread, so that a traceback of Ctrl-C in this thread shows no request with a token."""
-    future: Future[Path] = Future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="hub-fetch", daemon=True).start()
-    return future
-
-
-def _is_done(future: Future[Path], within_s: float) -> bool:
-    try:
-        future.exception(within_s)
-    except NotYet:
-        return False
-    return True
