@@ -235,7 +235,7 @@ def test_a_step_is_made_again_with_smaller_micro_batches_where_memory_runs_out(t
         ({"optim_target_modules": None}, "optim_target_modules names, and it is None; give names such as"),
         ({"optim_target_modules": ["attention"]}, "target module 'attention' stands for no matrix"),
         ({"optim_args": "rnk=4"}, "galore_adamw_layerwise does not take 'rnk'.* did you mean rank?"),
-        ({"optim_args": "rank=4.5"}, "rank='4.5' of galore_adamw_layerwise needs a whole number"),
+        ({"optim_args": "rank=4.5"}, "rank=4.5 of galore_adamw_layerwise needs a whole number"),
         ({"optim_args": "rank=0"}, "rank=0 must be a whole number from 1"),
         ({"optim_args": "proj_type=up"}, "proj_type='up' is not known"),
         ({"optim_args": "mode=step"}, "mode='step' of galore_adamw_layerwise is galore_adamw; use that name"),

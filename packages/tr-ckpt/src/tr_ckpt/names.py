@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tr_ckpt import reads
+from tr_ckpt.errors import UnreadableError
 
 MANIFEST = "manifest.json"
 INDEX_SUFFIX = ".shards.json"
@@ -245,7 +246,7 @@ def show_life() -> None:
 
 def watch(directory: Path) -> None:
     """Note the temporary folders in `directory` whose makers cannot be seen: from now on they have `STILL_S`."""
-    with contextlib.suppress(OSError), reads.at_once():
+    with contextlib.suppress(OSError, UnreadableError), reads.at_once():
         for left in temporaries(directory):
             if not left.is_visible():
                 _is_still(left.path)
