@@ -14,7 +14,7 @@ import tr_log
 from tr_core import Trainer, TrainingArguments
 
 SOURCES = tuple(str(Path(package.__file__).parent) for package in (tr_core, tr_args, tr_log, tr_ckpt))
-# What transformers visits: 12 files for a save, 12 for a flag. A secret is known by the floor, one file more in a resume.
+# What transformers visits: 12 files for a save, 12 for a flag.
 MOST_OF_A_SAVE, MOST_OF_A_RESUME, MOST_OF_A_FLAG = 42, 43, 14
 
 
