@@ -100,7 +100,7 @@ def test_prune_and_seal_print_nothing_that_is_obeyed(run, capsys, monkeypatch):
 def test_a_folder_of_any_name_beside_checkpoints_is_listed(run, capsys):
     (run / f".tmp-writing-{NAME.replace(chr(0xD800), '')}@host@1@ab").mkdir()
     code, text = shown(capsys, "ls", run)
-    assert "left by a run that ended while writing x\\x1b[2J" in " ".join(text.split())
+    assert "in another container, writing x\\x1b[2J" in " ".join(text.split())
 
 
 def test_errors_of_a_restore_and_log_lines_hold_nothing_that_is_obeyed(run, caplog):

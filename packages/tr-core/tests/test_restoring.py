@@ -138,7 +138,7 @@ def test_a_found_batch_size_is_no_changed_argument(make, caplog):
     caplog.set_level(logging.INFO, logger="tr_core")
     stop_at(make(StopAt(3), auto_find_batch_size=True, per_device_train_batch_size=2, gradient_accumulation_steps=2))
     saved = make.kept.saved[3]
-    saved["trainer_state"]["train_batch_size"] = 2
+    saved["trainer_state"]["train_batch_size"] = saved["run"]["found_size"] = 2
     resumed = stop_at(make(StopAt(3), auto_find_batch_size=True, log_level="info"), resume_from_checkpoint=True)
     assert resumed.state.train_batch_size == 2
     assert " -> " not in caplog.text

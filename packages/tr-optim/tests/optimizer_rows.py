@@ -117,6 +117,7 @@ class Row:
         given += ["rank=3"] if given and "mini" not in self.name else []
         given += ["min_8bit_size=0"] if "8bit" in self.name else []
         given += ["reduction=whole"] if "mode=immediate" in self.optim_args else []
+        given = [option for option in given if f"{option.partition('=')[0]}=" not in self.optim_args]
         return SimpleNamespace(
             optim=self.name,
             optim_args=", ".join([*given, self.optim_args]),

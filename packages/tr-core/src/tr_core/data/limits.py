@@ -135,6 +135,8 @@ def dev_run_arguments(args: TrainingArguments) -> TrainingArguments:
         "eval_delay": 0,
         "save_strategy": "no",
         "load_best_model_at_end": False,
+        "metric_for_best_model": args.metric_for_best_model,  # callbacks may watch it
+        "greater_is_better": args.greater_is_better,
         "enable_jit_checkpoint": False,
         "report_to": [],
         "push_to_hub": False,
