@@ -296,7 +296,7 @@ def test_ranks_share_a_stream_without_loss_or_repetition(world_size):
     used = []
     for rank in range(world_size):
         stream = StreamFetch(list(range(17)), list, 2, seed=0, rank=rank, world_size=world_size)
-        for round_number, (inputs, total) in enumerate(stream):
+        for round_number, (inputs, total, _) in enumerate(stream):
             share = take_slice(0, 0, total, 2, rank, world_size)
             used += inputs if share.weight else []
             assert total == min(2 * world_size, 17 - round_number * 2 * world_size)
@@ -307,7 +307,7 @@ def test_a_stream_is_skipped_by_reading_without_collating():
     collated = []
     stream = StreamFetch(list(range(12)), lambda samples: collated.append(samples) or samples, 2, seed=0)
     assert stream.seek(0, 6) == 3
-    assert [inputs for inputs, _ in stream] == [None, None, None, [6, 7], [8, 9], [10, 11]]
+    assert [inputs for inputs, *_ in stream] == [None, None, None, [6, 7], [8, 9], [10, 11]]
     assert collated == [[6, 7], [8, 9], [10, 11]]
 
 
@@ -324,7 +324,7 @@ def test_a_stream_keeps_its_position_where_it_is_iterated_in_this_process():
     stream = StreamFetch(dataset, list, 2, seed=0)
     stream.seek(3, 4)
     assert dataset.epoch == 3
-    assert [inputs for inputs, _ in stream][:3] == [None, None, [304, 305]]
+    assert [inputs for inputs, *_ in stream][:3] == [None, None, [304, 305]]
 
 
 def swaps(monkeypatch):

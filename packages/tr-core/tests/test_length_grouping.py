@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.models import Base
+from support.ranks import Alike
 from torch import nn
 
 from tr_core import TrainerCallback
@@ -220,7 +221,7 @@ def test_evaluation_keeps_the_order_of_the_data(make_trainer):
 
 
 def passes_of(trainer):
-    return batches_of(trainer.get_train_dataloader(), trainer.args.train_batch_size, 1)
+    return batches_of(trainer.get_train_dataloader(), trainer.args.train_batch_size, Alike())
 
 
 def test_a_resumed_run_keeps_the_groups_it_began_with(make_trainer):

@@ -10,6 +10,7 @@ from support.callbacks import Stop, StopAt
 from support.checkpointer import MemoryCheckpointer
 from support.data import MapStyle, Stream, samples
 from support.models import Classifier
+from support.ranks import Alike
 from support.runs import log_of
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
@@ -237,7 +238,7 @@ def test_the_log_says_so_once(make_trainer, heard, changes, line):
 )
 def test_every_epoch_over_the_first_batches_is_the_same_one(make_args, options):
     loader = DataLoader(range(40), batch_size=4, **options)
-    batches = training_batches(loader, make_args(overfit_batches=9, eval_strategy="no"), 1)
+    batches = training_batches(loader, make_args(overfit_batches=9, eval_strategy="no"), Alike())
     first, second, third = ([batch.inputs.tolist() for batch in batches.iterate(epoch, 0)] for epoch in range(3))
     assert first == second == third
     assert len(first) == 9

@@ -8,6 +8,7 @@ import torch
 from support.callbacks import on
 from support.data import Shared, noisy, samples
 from support.models import Classifier
+from support.ranks import Alike
 from torch.utils.data import DataLoader
 
 from tr_core.data.batches import batches_of
@@ -23,7 +24,7 @@ def stream_passes(make_trainer, number=12, **options):
         remove_unused_columns=False,
         **options,
     )
-    return batches_of(trainer.get_train_dataloader(), 2, 1)
+    return batches_of(trainer.get_train_dataloader(), 2, Alike())
 
 
 @pytest.mark.parametrize(("context", "number"), [("fork", 2), ("spawn", 1)])

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from support.data import Stream
+from support.ranks import Alike
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tr_core.data.batches import batches_of
@@ -67,7 +68,7 @@ def draw(samples):
 def stream(dataset, batch_size=4, workers=0, rank=0, world_size=1):
     fetch = StreamFetch(dataset, draw, batch_size, seed=3, rank=rank, world_size=world_size)
     loader = StreamLoader(fetch, num_workers=workers)
-    return batches_of(loader, batch_size, world_size)
+    return batches_of(loader, batch_size, Alike(world_size))
 
 
 def take(batches, number, epoch=0, position=0):
@@ -195,13 +196,13 @@ def test_a_loader_that_knows_its_position_is_put_back_there():
         def load_state_dict(self, state):
             self.data.load_state_dict(state)
 
-    begun = batches_of(Loader(), 1, 2)
+    begun = batches_of(Loader(), 1, Alike(2))
     _, position = take(begun, 5)
-    resumed = batches_of(loader := Loader(), 1, 2)
+    resumed = batches_of(loader := Loader(), 1, Alike(2))
     resumed.restore_source([None, begun.source_state()], 1, 2)
     assert take(resumed, 3, position=position) == ([5, 6, 7], 16)
     assert loader.data.read[0] == 5
-    other = batches_of(loader := Loader(), 1, 1)  # of another number of ranks no state is this rank's
+    other = batches_of(loader := Loader(), 1, Alike())  # of another number of ranks no state is this rank's
     other.restore_source([begun.source_state(), begun.source_state()], 0, 1)
     assert take(other, 1, position=10)[0] == [10]
     assert loader.data.read[0] == 0
@@ -278,5 +279,5 @@ def test_a_position_that_fits_nothing_is_refused_with_the_figures():
 
 @pytest.mark.parametrize(("epoch", "position"), [(None, (0, 40)), (3 / 8, (0, 24)), (1 + 2 / 8, (1, 16))])
 def test_data_of_unknown_length_is_at_the_share_of_the_run_in_its_epoch(epoch, position):
-    data = batches_of(DataLoader(Stream(range(12)), batch_size=4), 4, 1)
+    data = batches_of(DataLoader(Stream(range(12)), batch_size=4), 4, Alike())
     assert derive_position(saved(5, epoch, 4, max_steps=8), data, 8) == position

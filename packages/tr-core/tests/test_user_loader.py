@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.data import Failing, Following, Stream, samples
+from support.ranks import Alike
 from torch.utils.data import DataLoader
 
 from tr_core import Trainer
@@ -41,7 +42,7 @@ def test_persistent_workers_that_do_not_learn_of_the_epoch_are_named(make_traine
 
 def test_an_evaluation_leaves_the_epoch_of_a_data_set():
     data = Following()
-    list(batches_of(DataLoader(data, batch_size=4), 4, 1).iterate(0, 0))
+    list(batches_of(DataLoader(data, batch_size=4), 4, Alike()).iterate(0, 0))
     assert data.calls == []
 
 
@@ -56,21 +57,21 @@ def test_stop_iteration_of_a_data_set_ends_no_epoch_in_silence(make_trainer, nam
 
 
 def test_any_other_error_is_noted_with_its_batch():
-    batches = batches_of(DataLoader(Failing(KeyError("text")), batch_size=4), 4, 1)
+    batches = batches_of(DataLoader(Failing(KeyError("text")), batch_size=4), 4, Alike())
     with pytest.raises(KeyError) as caught:
         list(batches.iterate(3, 0))
     assert caught.value.__notes__ == ["raised in batch 2 of epoch 3 of a DataLoader of your own"]
 
 
 def test_a_stream_that_ends_is_no_error():
-    assert len(list(batches_of(DataLoader(Stream(range(10)), batch_size=4), 4, 1).iterate(0, 0))) == 3
+    assert len(list(batches_of(DataLoader(Stream(range(10)), batch_size=4), 4, Alike()).iterate(0, 0))) == 3
 
 
 # Its order
 
 
 def test_going_back_into_an_epoch_leaves_the_global_generators_as_they_are():
-    batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, 1)
+    batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, Alike())
     whole = [batch.inputs.tolist() for batch in batches.iterate(0, 0)]
     before = torch.get_rng_state()
     assert [batch.inputs.tolist() for batch in batches.iterate(0, 8)] == whole[2:]
@@ -78,16 +79,16 @@ def test_going_back_into_an_epoch_leaves_the_global_generators_as_they_are():
 
 
 def test_another_number_of_processes_is_said(caplog):
-    batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, 2)
+    batches = batches_of(DataLoader(range(20), batch_size=4, shuffle=True), 4, Alike(2))
     source = batches.source_state()
     with caplog.at_level("WARNING", logger="tr_core"):
-        batches_of(DataLoader(range(20), batch_size=4), 4, 1).restore_source([source, source], 0, 1)
+        batches_of(DataLoader(range(20), batch_size=4), 4, Alike()).restore_source([source, source], 0, 1)
     assert "inside an epoch of 2 processes over a loader of your own, now there are 1" in caplog.text
 
 
 @pytest.mark.parametrize("source", [None, {"next": 3}])
 def test_a_checkpoint_without_what_the_order_came_from_is_said(caplog, source):
-    batches = batches_of(DataLoader(range(20), batch_size=4), 4, 1)
+    batches = batches_of(DataLoader(range(20), batch_size=4), 4, Alike())
     with caplog.at_level("WARNING", logger="tr_core"):
         batches.restore_source([source], 0, 1)
         assert "does not hold what the order of your own loader was drawn from" in caplog.text

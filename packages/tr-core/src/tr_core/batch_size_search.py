@@ -63,7 +63,7 @@ def reduce_batch_size(run: Run, size: int) -> None:
     args.per_device_train_batch_size = args.per_device_train_batch_size // before * size
     run.watch.note_arguments(args, run.optimizer)
     loader = methods.get_train_dataloader()
-    data = training_batches(loader, args, strategy.world_size)
+    data = training_batches(loader, args, strategy)
     if data.samples_per_micro_batch != size * strategy.world_size:
         raise ValueError(
             f"auto_find_batch_size=True set per_device_train_batch_size={args.per_device_train_batch_size}, but the "

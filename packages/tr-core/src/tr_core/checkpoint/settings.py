@@ -99,6 +99,10 @@ class Settings:
         self.saved: dict[str, Any] | None = None
         self._described, self._schedule = run.schedule, describe_schedule(run.schedule)
         self._frozen: dict[str, Any] | None = None
+        lengths = run.strategy.gather_objects(number_of_samples(run))
+        # Of ranks with parts of their own. This rank's part may grow, and is counted when it is asked for.
+        others = lengths[: run.strategy.rank] + lengths[run.strategy.rank + 1 :]
+        self._samples_elsewhere = 0 if None in lengths or len(set(lengths)) == 1 else sum(others)
 
     def record_changes(self) -> None:
         """Record groups that were added to the optimizer, and a new schedule, since the run began."""
@@ -114,7 +118,7 @@ class Settings:
         return {
             "format": FORMAT,
             "arguments": shaping_arguments(run.methods.args),
-            "figures": figures(run),
+            "figures": self._figures(),
             "groups": [group.plain() for group in self.groups],
             "optimizer": type(run.optimizer).__name__,
             "schedule": self._schedule,
@@ -150,9 +154,17 @@ class Settings:
         if self.saved is None:
             return []
         saved = {**self.saved["arguments"], **self.saved["figures"]}
-        current = {**shaping_arguments(self._run.methods.args), **figures(self._run)}
+        current = {**shaping_arguments(self._run.methods.args), **self._figures()}
         # Skips an argument that only one of two versions has: whether it changed is unknown.
         return [Difference(n, saved[n], v) for n, v in current.items() if n in saved and saved[n] != v]
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the figures that the numbers of a run depend on: its numbers of processes and samples."""
+        own = number_of_samples(self._run)
+        return {
+            PROCESSES: self._run.strategy.world_size,
+            SAMPLES: None if own is None else own + self._samples_elsewhere,
+        }
 
 
 def shaping_arguments(args: TrainingArguments) -> dict[str, Any]:
@@ -164,12 +176,12 @@ def shaping_arguments(args: TrainingArguments) -> dict[str, Any]:
 PROCESSES, SAMPLES = "number of processes", "samples of the training data"
 
 
-def figures(run: DescribedRun) -> dict[str, Any]:
-    """Return the figures that the numbers of a run depend on: its numbers of processes and samples."""
+def number_of_samples(run: DescribedRun) -> int | None:
+    """Return the number of samples of this rank's training data; None if it is unknown."""
     dataset: Any = run.methods.train_dataset
     if dataset is None or isinstance(dataset, dict):
         dataset = getattr(run.methods.loaders["train_dataloader"], "dataset", None)
-    return {PROCESSES: run.strategy.world_size, SAMPLES: len(dataset) if has_length(dataset) else None}
+    return len(dataset) if has_length(dataset) else None
 
 
 def _shown(value: Any) -> str:

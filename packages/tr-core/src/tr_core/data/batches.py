@@ -13,6 +13,16 @@ from tr_core.data.loaders import SampledLoader, StreamLoader, has_length
 from tr_core.data.sampler import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
 from tr_core.data.user_loader import StatefulSource, UserLoader, skip_batches
 from tr_core.model_io import to_device
+from tr_core.protocols import Collectives
+from tr_log import get_logger
+
+logger = get_logger(__name__)
+
+_UNDIVIDED = (
+    "Give each rank the whole of it, without split_dataset_by_node, shard or a DistributedSampler; or return a loader "
+    "of this rank's own part from get_train_dataloader, get_eval_dataloader or get_test_dataloader, which is used as "
+    "it is"
+)
 
 
 @runtime_checkable
@@ -63,17 +73,39 @@ class Batches(Protocol):
         ...
 
 
-def batches_of(loader: Any, batch_size: int, world_size: int, *, trains: bool = False) -> Batches:
-    """Return the epochs over a loader: one that the Trainer built, or any iterable."""
+def batches_of(loader: Any, batch_size: int, collectives: Collectives, *, trains: bool = False) -> Batches:
+    """Return the epochs over a loader: one that the Trainer built, or any iterable. Collective for any iterable."""
     if isinstance(loader, Batches):
         return loader
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):
+        _check_same_data(loader.dataset, collectives)
         set_epoch = loader.fetch.set_epoch if isinstance(loader, SampledLoader) and loader.follows_epoch else None
         return SampledBatches(loader, loader.batch_sampler, set_epoch)
     if isinstance(loader, StreamLoader):
-        return _Stream(loader, loader.fetch)
+        return _Stream(loader, loader.fetch, collectives)
     own_batch_size = getattr(loader, "batch_size", None)  # None with a batch sampler
-    return UserLoader(loader, (own_batch_size or batch_size) * world_size, follows_epoch=trains)
+    return UserLoader(loader, own_batch_size or batch_size, collectives, follows_epoch=trains)
+
+
+def _check_same_data(dataset: Any, collectives: Collectives) -> None:
+    """Refuse data whose length differs between ranks; warn of data of `datasets` that was made in another way."""
+    if collectives.world_size == 1:
+        return
+    described = collectives.gather_objects((len(dataset), getattr(dataset, "_fingerprint", None)))
+    lengths, made = ([each[place] for each in described] for place in (0, 1))
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the data set, {type(dataset).__name__}, has {lengths} samples, by rank: every rank needs the whole data, "
+            f"of which it uses its own part. {_UNDIVIDED}"
+        )
+    if len(set(made)) > 1:
+        logger.warning(
+            "the data set, %s, was made in another way on each rank (its fingerprints are %s): if the ranks have "
+            "different parts, most samples are left out. %s",
+            type(dataset).__name__,
+            made,
+            _UNDIVIDED,
+        )
 
 
 class _Stream:
@@ -86,8 +118,8 @@ class _Stream:
     end of an epoch some data's state points to the beginning of the next one, which would be read once more.
     """
 
-    def __init__(self, loader: DataLoader[Any], stream: StreamFetch) -> None:
-        self._loader, self._stream = loader, stream
+    def __init__(self, loader: DataLoader[Any], stream: StreamFetch, collectives: Collectives) -> None:
+        self._loader, self._stream, self._collectives = loader, stream, collectives
         self._parts = max(loader.num_workers, 1)
         # Workers read ahead, each with a copy of the data set; the data set of this process has not moved.
         self._source = StatefulSource(stream.dataset if loader.num_workers == 0 else None)
@@ -115,14 +147,31 @@ class _Stream:
         skipped = stream.seek(epoch, position, rounds=rounds if position else None, is_there=self._is_there)
         batches = iter(self._loader) if self._is_there else skip_batches(iter(self._loader), skipped)
         self._rounds, self._is_there = skipped, False
-        for inputs, total in batches:
+        for inputs, total, content in batches:
+            if self._rounds == skipped:
+                self._check_is_whole(content)
             share = take_slice(0, 0, total, stream.batch_size, stream.rank, stream.world_size)
             position += total
             self._rounds += 1
             if self._parts == 1 and total < self.samples_per_micro_batch:  # the data itself has ended by then
                 self._end = position
             yield MicroBatch(inputs, share.weight, position, total)
+        if self._rounds == skipped:
+            self._check_is_whole(-1)
         self._end = position
+
+    def _check_is_whole(self, content: int) -> None:
+        """Refuse on all ranks a stream of which they read different samples. Collective."""
+        if self._stream.world_size == 1:
+            return
+        highest, negated_lowest = self._collectives.all_reduce_max([content, -content])()
+        if highest != -negated_lowest:
+            raise ValueError(
+                f"the ranks read different samples of {type(self._stream.dataset).__name__}, which is iterable data: "
+                "each rank reads all of it, in one order, and uses a slice of every micro-batch. Of data that was "
+                f"divided before, most samples would be left out. {_UNDIVIDED}. Data that draws random numbers takes "
+                "them from the global generators, or from equal seeds"
+            )
 
     def order_state(self) -> dict[str, Any]:
         read_by = {"workers": self._parts, "samples_per_round": self._stream.per_round}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count, islice
@@ -14,6 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 from tr_core.collators.padding import default_data_collator
 from tr_core.data.columns import NarrowedSample, required_columns
 from tr_core.data.sampler import Batch, take_slice
+from tr_core.model_io import to_plain
 from tr_core.random_state import derive_seed, restore_rng, seed_host_generators, separate_randomness, swap_rng
 from tr_log import get_logger
 
@@ -217,10 +219,12 @@ class Round(NamedTuple):
 
     Attributes:
         total: samples that the round holds for all ranks.
+        content: a number of what its samples hold, where ranks compare it: in the first round of several ranks.
     """
 
     inputs: Any
     total: int
+    content: int = 0
 
 
 class StreamFetch(IterableDataset[Any]):
@@ -291,7 +295,14 @@ class StreamFetch(IterableDataset[Any]):
                 if not read or (self.drop_last and len(read) < self.per_round):
                     return
                 batch = reader.collate(read) if number >= skipped_rounds else None
-            yield Round(batch, len(read))
+            is_first = skipped_rounds <= number < skipped_rounds + parts
+            yield Round(batch, len(read), _content(read) if is_first and self.world_size > 1 else 0)
+
+
+def _content(samples: list[Any]) -> int:
+    """Return a number of the first and the last sample: of the texts, numbers, arrays and tensors in them."""
+    ends = [to_plain(sample, lambda value: type(value).__name__) for sample in (samples[0], samples[-1])]
+    return zlib.crc32(repr(ends).encode("utf-8", "surrogatepass"))
 
 
 class _Reader:

@@ -14,6 +14,7 @@ from typing import Any
 from tr_args import TrainingArguments
 from tr_core.data.batches import Batches, batches_of
 from tr_core.data.sampler import MicroBatch
+from tr_core.protocols import Collectives
 from tr_log import get_logger
 
 logger = get_logger(__name__)
@@ -67,13 +68,13 @@ class FirstBatches:
         return self._number - -(-position // self.samples_per_micro_batch)
 
 
-def training_batches(loader: Any, args: TrainingArguments, world_size: int) -> Batches:
+def training_batches(loader: Any, args: TrainingArguments, collectives: Collectives) -> Batches:
     """Return the epochs over a training loader, limited by `overfit_batches`; log the limit.
 
     Raises:
         ValueError: `overfit_batches` is a share of data without a length.
     """
-    batches = limited_batches(loader, args, world_size)
+    batches = limited_batches(loader, args, collectives)
     if args.overfit_batches is not None:
         number = args.overfit_batches if batches.num_batches is None else batches.num_batches
         logger.info(
@@ -94,9 +95,9 @@ def evaluates_training_batches(args: TrainingArguments, eval_dataset: Any) -> bo
     return args.overfit_batches is not None and args.eval_strategy != "no" and is_own
 
 
-def limited_batches(loader: Any, args: TrainingArguments, world_size: int) -> Batches:
+def limited_batches(loader: Any, args: TrainingArguments, collectives: Collectives) -> Batches:
     """Return the epochs over a training loader, limited by `overfit_batches`."""
-    batches = batches_of(loader, args.train_batch_size, world_size, trains=True)
+    batches = batches_of(loader, args.train_batch_size, collectives, trains=True)
     return (
         batches
         if args.overfit_batches is None

@@ -12,6 +12,7 @@ from torch.utils.data._utils import fetch
 
 from tr_core.data.fetch import epoch_listeners
 from tr_core.data.sampler import EpochSampler, MicroBatch
+from tr_core.protocols import Collectives
 from tr_core.random_state import RandomState, find_generators, find_inside, read_states, write_states
 from tr_log import get_logger, progress
 
@@ -43,20 +44,24 @@ class UserLoader:
     batches up to the position. Then it restores all other generators to their states at the save. A loader with a
     `state_dict` resumes from that instead.
 
+    Each rank has a loader of its own, and all ranks take part in every micro-batch. Where their numbers of batches
+    differ, or are unknown, they end together, with the longest: a rank that has no batch left computes one of another
+    rank, which counts nothing.
+
     Two things do not repeat. One is an order drawn batch by batch from torch's global generator, because dropout draws
     from it in between. The other is random numbers that persistent worker processes draw themselves.
     """
 
-    def __init__(self, loader: Any, samples_per_micro_batch: int, *, follows_epoch: bool = False) -> None:
-        self._loader, self.samples_per_micro_batch, self._follows_epoch = loader, samples_per_micro_batch, follows_epoch
+    def __init__(self, loader: Any, batch_size: int, collectives: Collectives, *, follows_epoch: bool = False) -> None:
+        self._loader, self._collectives, self._follows_epoch = loader, collectives, follows_epoch
+        self.samples_per_micro_batch = batch_size * collectives.world_size
         self._source, self._is_there, self._is_resumed = StatefulSource(loader), False, False
         self._beginning: EpochStart | None = None
         self._workers_lived = False  # at the save that the run resumes from
-        try:
-            self.num_batches: int | None = len(loader)
-        except TypeError:  # no length, or the length of an iterable data set
-            self.num_batches = None
-        self.num_samples = None if self.num_batches is None else self.num_batches * samples_per_micro_batch
+        lengths = collectives.gather_objects(_length(loader))
+        self.num_batches: int | None = None if None in lengths else max(lengths)
+        self._ends_apart = len(lengths) > 1 and (None in lengths or len(set(lengths)) > 1)
+        self.num_samples = None if self.num_batches is None else self.num_batches * self.samples_per_micro_batch
 
     def remaining(self, position: int) -> int | None:
         """Count the micro-batches of an epoch after `position` samples; None if unknown."""
@@ -70,12 +75,15 @@ class UserLoader:
         if self._is_there and position == 0:
             self._come_to_the_end()
         first, batches = self._begin(epoch, 0 if self._is_there else position // self.samples_per_micro_batch)
+        inputs, weight = None, 1.0
         while True:
-            inputs = first.pop() if first else self._next(batches, epoch, position)
-            if inputs is _END:
+            if inputs is not _END:
+                inputs = first.pop() if first else self._next(batches, epoch, position)
+            batch, weight = self._with_others(inputs) if self._ends_apart else (inputs, 1.0)
+            if batch is _END:
                 return
             position += self.samples_per_micro_batch
-            yield MicroBatch(inputs, 1.0, position, None)
+            yield MicroBatch(batch, weight, position, None)
 
     def order_state(self) -> dict[str, Any]:
         """Return nothing: the order's generators are part of this rank's `source_state`."""
@@ -122,6 +130,23 @@ class UserLoader:
         generators = find_generators(self._loader)
         self._check_same(generators, place["generators"])
         write_states(generators, place["generators"])
+
+    def _with_others(self, inputs: Any) -> tuple[Any, float]:
+        """Return the batch to compute, and its weight: that of another rank, and 0, if this one has none left.
+
+        Collective: one exchange of numbers, on the host.
+        """
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        has_one = self._collectives.all_reduce_max(
+            [number == rank and inputs is not _END for number in range(world_size)]
+        )()
+        if not any(has_one):
+            return _END, 0.0
+        if all(has_one):
+            return inputs, 1.0
+        giver = has_one.index(True)
+        given = self._collectives.gather_objects(inputs if rank == giver else None)[giver]
+        return (given, 0.0) if inputs is _END else (inputs, world_size / sum(has_one))
 
     def _begin(self, epoch: int, skipped: int) -> tuple[list[Any], Iterator[Any]]:
         """Return the batches after the first `skipped`; the first of them may be separate.
@@ -234,6 +259,13 @@ class UserLoader:
                 "draws may be something else",
                 missing,
             )
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # no length, or the length of an iterable data set
+        return None
 
 
 def _host() -> RandomState:

@@ -14,7 +14,7 @@ from tr_args import TrainingArguments
 from tr_core.data.batches import batches_of
 from tr_core.data.limits import dev_run_batches
 from tr_core.data.sampler import MicroBatch
-from tr_core.evaluation.gather import check_same_on_ranks, gather_objects, gather_tree, outline
+from tr_core.evaluation.gather import check_same_on_ranks, gather_objects, gather_tree, map_objects, outline
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetrics, is_streaming
 from tr_core.evaluation.output_buffer import OutputBuffer
 from tr_core.loss import StepScope
@@ -145,11 +145,11 @@ class EvaluationLoop:
         self._wanted = set(args.include_for_metrics)
         self._stores: dict[str, OutputBuffer] = {}
         self._batch_metrics: Any = {}
-        self._num_samples = 0
+        self._num_samples, self._counts_own = 0, False  # of all ranks, or each its own
 
     def run(self, dataloader: Any, model: torch.nn.Module, window: MetricWindow) -> EvalLoopOutput:
         """Evaluate the data and return predictions, labels, metrics and the number of samples."""
-        source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.world_size)
+        source = batches_of(dataloader, self._args.eval_batch_size, self._strategy)
         self._stores = {
             name: OutputBuffer(source.num_samples, concatenate=self._args.eval_do_concat_batches)
             for name in ("predictions", "label_ids", "inputs", "losses")
@@ -169,7 +169,8 @@ class EvaluationLoop:
         loss_only = not self._keeps and self._streaming is None
         self._scope.weight, self._scope.total = batch.weight, batch.total
         loss, logits, labels = methods.prediction_step(model, inputs, loss_only, ignore_keys=self._options.ignore_keys)
-        self._num_samples += batch.total if batch.total is not None else rows * self._strategy.world_size
+        self._counts_own = batch.total is None
+        self._num_samples += (rows if batch.weight else 0) if batch.total is None else batch.total
         self._loss.add(loss, inputs, rows if batch.weight else 0)
         if logits is not None and methods.preprocess_logits_for_metrics is not None:
             logits = methods.preprocess_logits_for_metrics(logits, labels)
@@ -207,9 +208,12 @@ class EvaluationLoop:
             metrics = _checked(self._compute(EvalPrediction(**kept)))
         metrics = logged | plain_numbers(metrics) | self._loss.metrics(self._options.prefix)
         named = with_prefix(metrics, self._options.prefix)
-        return EvalLoopOutput(kept["predictions"], kept["label_ids"], named, self._num_samples)
+        samples = sum(self._strategy.gather_objects(self._num_samples)) if self._counts_own else self._num_samples
+        return EvalLoopOutput(kept["predictions"], kept["label_ids"], named, samples)
 
     def _gather(self, tree: Any, batch: MicroBatch) -> Any:
+        if batch.total is None and not batch.weight:  # a batch of another rank, computed only to take part
+            tree = map_objects(lambda tensor: torch.atleast_1d(tensor)[:0], tree)
         if self._args.eval_use_gather_object:
             return gather_objects(tree, self._strategy, batch.total, batch.weight > 0)
         return gather_tree(tree, self._strategy, batch.total)

@@ -35,7 +35,7 @@ def check_length(subject: CheckContext) -> Iterator[Problem]:
     if trainer.train_dataset is None and not trainer.overrides("get_train_dataloader"):
         yield Problem("T401", "train_dataset is None; pass the Trainer data to train on, or do not call train")
         return
-    batches = training_batches(trainer.get_train_dataloader(), args, trainer.strategy.world_size)
+    batches = training_batches(trainer.get_train_dataloader(), args, trainer.strategy)
     try:
         plan = make_plan(args, batches)
     except ValueError as error:

@@ -130,7 +130,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # overrides may write there
         with stage("data"):
             loader = self.get_train_dataloader()
-            data = training_batches(loader, args, strategy.world_size)
+            data = training_batches(loader, args, strategy)
             plan = make_plan(args, data)
         with stage("optimizer"):
             optimizer, schedule = self.renew_optimizer(plan.max_steps)

@@ -132,7 +132,7 @@ class Trainer(Running):
                 merged |= self.evaluate(eval_dataset=source, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return merged
         if evaluates_training_batches(self.args, eval_dataset):
-            loader = limited_batches(self.get_train_dataloader(), self.args, self.strategy.world_size)
+            loader = limited_batches(self.get_train_dataloader(), self.args, self.strategy)
         else:
             loader = self.get_eval_dataloader(chosen)
         with self._in_evaluation():
