@@ -167,6 +167,66 @@ def test_an_override_may_log_evaluate_and_save_itself(parity, logging_steps):
     assert ours.output.training_loss == pytest.approx(reference.output.training_loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("side", [REFERENCE, OURS], ids=lambda side: side.name)
+@pytest.mark.parametrize("logging_steps", [1, 2])
+def test_an_override_that_logs_itself_logs_the_same_losses_after_a_resume(side, logging_steps, tmp_path):
+    """What it takes out of the sum of losses is not in the checkpoint that it saves right after."""
+    arguments = {"logging_steps": logging_steps, "save_strategy": "steps", "save_steps": 2}
+    scenario = Scenario(models.Mlp, data.classes(), arguments=arguments, subclass=copied)
+    whole = run(side, scenario, tmp_path / "whole")
+    expected = run(REFERENCE, scenario, tmp_path / "expected")
+    assert whole.losses == expected.losses
+    for step in range(2, whole.trainer.state.max_steps, 2):
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        again = run(side, scenario, tmp_path / f"resumed-{step}", resume_from_checkpoint=checkpoint)
+        assert again.losses == expected.losses, step
+
+
+def test_a_window_that_an_override_has_not_logged_yet_is_in_the_checkpoint(tmp_path):
+    arguments = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    scenario = Scenario(models.Mlp, data.classes(), arguments=arguments, subclass=copied)
+    whole = run(OURS, scenario, tmp_path / "whole")
+    for step in range(1, whole.trainer.state.max_steps):
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        again = run(OURS, scenario, tmp_path / f"resumed-{step}", resume_from_checkpoint=checkpoint)
+        assert again.losses == pytest.approx(whole.losses, rel=1e-6), step
+        assert again.output.global_step == whole.output.global_step
+
+
+def doubling_losses(*, zeroes):
+    """Make a subclass that passes copies on, and zeroes the sum itself where it was logged, or does not."""
+
+    def subclass(trainer):
+        class Own(trainer):
+            def _maybe_log_save_evaluate(self, tr_loss, grad_norm, *given, **named):
+                last = self._globalstep_last_logged
+                super()._maybe_log_save_evaluate(tr_loss * 2, grad_norm * 2, *given, **named)
+                if zeroes and self._globalstep_last_logged != last:
+                    tr_loss -= tr_loss
+
+        return Own
+
+    return subclass
+
+
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_a_loss_that_an_override_passes_on_is_for_one_log_alone(logging_steps, tmp_path):
+    arguments = {"logging_steps": logging_steps}
+    scenario = Scenario(models.Mlp, data.classes(), arguments=arguments, subclass=doubling_losses(zeroes=True))
+    reference, ours = (run(side, scenario, tmp_path / side.name) for side in (REFERENCE, OURS))
+    assert ours.history[:-1] == reference.history[:-1]
+
+
+@pytest.mark.reference_fails
+def test_a_copy_of_the_losses_that_is_passed_on_is_logged_once(tmp_path):
+    scenario = Scenario(models.Mlp, data.classes(), subclass=doubling_losses(zeroes=False))
+    reference, ours = (run(side, scenario, tmp_path / side.name) for side in (REFERENCE, OURS))
+    once = run(OURS, Scenario(models.Mlp, data.classes(), subclass=doubling_losses(zeroes=True)), tmp_path / "once")
+    assert ours.losses == once.losses
+    sums = torch.tensor(once.losses).cumsum(0)  # the reference zeroes the copy
+    torch.testing.assert_close(torch.tensor(reference.losses), sums)
+
+
 def test_what_an_override_leaves_undone_is_left_undone_in_both(parity):
     def subclass(trainer):
         class Own(trainer):

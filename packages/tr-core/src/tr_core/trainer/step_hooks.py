@@ -79,13 +79,16 @@ class StepHooks(Hooks):
         return self._run_due if self.overrides(_AFTER) else None
 
     def _run_due(self, _: object) -> None:
-        """Call the override. It may change the sum of losses in place, and may run what is due itself."""
+        """Call the override. It may change the sum of losses in place, and may run what is due itself.
+
+        A checkpoint that it saves holds the sum as the override left it.
+        """
         run = self._run_that_calls(_AFTER)
         control, window, position = self.control, run.window, run.position
         if control.should_log or control.should_evaluate or control.should_save:
             run.check_updates()
         loss, began_s = window.loss_sum.clone(), time.time() - (time.perf_counter() - window.start_s)
-        unchanged = loss._version
+        window.loss_sum, unchanged = loss, loss._version  # changed in place: a tensor that no one else has
         ended = position.is_at_epoch_end and position.samples == 0  # the position is in the next epoch then
         self._set("_has_run_due", False)
         with self.saving(run):
@@ -125,11 +128,13 @@ class StepHooks(Hooks):
         """
         run = self._run_that_calls(_AFTER)
         window, ignore_keys = run.window, run.ignore_keys
-        window.loss_sum, step = tr_loss, window.last_logged_step
-        if grad_norm is not None:
-            window.grad_norm = torch.as_tensor(grad_norm, device=tr_loss.device)
-        if learning_rate is not None:
-            window.learning_rate = learning_rate
+        step = window.last_logged_step
+        if self.control.should_log and self.state.global_step > step:  # what is passed on is for this log alone
+            window.loss_sum = tr_loss
+            if grad_norm is not None:
+                window.grad_norm = torch.as_tensor(grad_norm, device=tr_loss.device)
+            if learning_rate is not None:
+                window.learning_rate = learning_rate
         run.ignore_keys = ignore_keys_for_eval
         self._set("_has_run_due", True)
         try:
