@@ -53,6 +53,22 @@ def test_an_adapter_alone_is_written_by_save_and_the_run_resumes(tmp_path):
     assert all(torch.equal(value, ours.weights[name]) for name, value in resumed.model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["_save", "save_model"])
+def test_a_checkpoint_of_transformers_is_resumed_where_an_override_writes_the_model(tmp_path, name):
+    def noting(base):
+        def write(self, output_dir=None, *args, **kwargs):
+            getattr(base, name)(self, output_dir, *args, **kwargs)
+            Path(output_dir or self.args.output_dir, "card.json").write_text("{}")
+
+        return type("NotingTrainer", (base,), {name: write})
+
+    theirs, ours = run_both(tmp_path, noting, optim="adamw_torch", **SAVING)
+    assert_equal(theirs, ours, but=("output_dir", "state_dict", "args", "kwargs"))
+    resumed = noting(tr_core.Trainer)(Net(seed=9), ours.trainer.args, train_dataset=rows())
+    resumed.train(resume_from_checkpoint=str(theirs.folder / "checkpoint-2"))
+    assert all(torch.equal(value, theirs.weights[name]) for name, value in resumed.model.state_dict().items())
+
+
 def test_a_model_is_written_under_another_name_by_save_model(tmp_path):
     def renaming(base):
         class RenamingTrainer(base):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.callbacks import Stop, StopAt
 from support.checkpointer import MemoryCheckpointer
+from support.data import samples
 from support.models import Classifier
 from support.runs import ScaledDevice
 
@@ -99,6 +100,39 @@ def test_a_part_that_is_missing_is_an_error(make, part):
     del make.kept.saved[3][part]
     with pytest.raises(ValueError, match=part):
         make().train(resume_from_checkpoint=True)
+
+
+class OwnFiles(Trainer):
+    """Writes the model's files itself."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        return
+
+
+@pytest.mark.parametrize("kinds", [(Trainer, OwnFiles), (OwnFiles, Trainer)], ids=["added", "taken away"])
+def test_a_run_goes_on_with_or_without_an_override_that_writes_the_models_files(make, kinds):
+    whole = make()
+    whole.train()
+    first, second = kinds
+    stop_at(make(StopAt(3), trainer_class=first))
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        other = Classifier(dropout=0.2)
+    resumed = make(trainer_class=second, model=other)
+    resumed.train(resume_from_checkpoint="memory/checkpoint-3")
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
+def test_a_best_model_of_before_an_override_that_writes_the_models_files_is_loaded(make):
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps"}
+    options |= {"eval_steps": 1, "eval_dataset": samples(8, 1)}
+    stop_at(make(StopAt(3), learning_rate=0.0, **options))
+    best = make.kept.saved[1]["model"]
+    resumed = make(trainer_class=OwnFiles, learning_rate=5.0, max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_global_step == 1
+    assert all(torch.equal(value, best[name]) for name, value in resumed.model.state_dict().items())
 
 
 def test_the_state_of_another_kind_of_schedule_is_not_taken_for_this_ones(make):

@@ -22,6 +22,9 @@ from tr_core.protocols import Checkpointer, Restored, Stateful
 
 ADAPTER, UNFROZEN = "adapter_model", "unfrozen"
 
+# The parts that are the whole model. The second one is that of a run in which an override writes the model's files.
+WHOLE, BESIDE_OWN_FILES = "model", "trained_model"
+
 
 def is_adapter(model: nn.Module) -> bool:
     """Whether a model is a `PeftModel`, with an adapter in the form that PEFT saves."""
@@ -42,23 +45,27 @@ def restore_parts(
     optional: Collection[str] = (),
     only_read: Collection[str] = (),
 ) -> Restored:
-    """Restore `parts` as the checkpointer does, and check that an adapter got its weights.
+    """Restore `parts` as the checkpointer does, and check that the model got its weights, if it is among them.
 
-    Another program's checkpoint of an adapter has no part `unfrozen`. It needs none if only the adapter is trained.
+    `parts` may hold the model under several names, of which a checkpoint has one. Another program's checkpoint of an
+    adapter has no part `unfrozen`. It needs none if only the adapter is trained.
     """
-    has_adapter = ADAPTER in parts
-    optional = {*optional, ADAPTER, UNFROZEN} if has_adapter else optional
-    step = checkpointer.restore(parts, source=source, optional=optional, only_read=only_read)
+    names = {WHOLE, BESIDE_OWN_FILES, ADAPTER, UNFROZEN} & set(parts)
+    step = checkpointer.restore(parts, source=source, optional={*optional, *names}, only_read=only_read)
     restored = cast("Restored", checkpointer.restored)
-    if not has_adapter or step is None:
+    if not names or step is None or {WHOLE, BESIDE_OWN_FILES} & set(restored.loaded):
         return restored
-    missing = "adapter" if ADAPTER not in restored.loaded else ""
-    if not missing and UNFROZEN not in restored.loaded and cast("_Unfrozen", parts[UNFROZEN]).names():
+    missing = ""
+    if ADAPTER not in names:
+        missing = "weights of the whole model, under a name that is read here"
+    elif ADAPTER not in restored.loaded:
+        missing = "adapter"
+    elif UNFROZEN not in restored.loaded and cast("_Unfrozen", parts[UNFROZEN]).names():
         missing = "weights that are trained beside the adapter"
     if missing:
         raise ValueError(
-            f"the checkpoint of step {step} holds no {missing}; resume with the model that it was saved with, or begin "
-            "a new run"
+            f"the checkpoint of step {step} holds no {missing}; resume with the model that it was saved with, override "
+            "_load_from_checkpoint if an override of _save or save_model wrote files of its own, or begin a new run"
         )
     return restored
 

@@ -10,7 +10,7 @@ from tr_core.callback import CallbackList
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.changed_arguments import apply_changed_arguments
 from tr_core.checkpoint.log_files import FOLDER
-from tr_core.checkpoint.saving import checkpoint_parts
+from tr_core.checkpoint.saving import checkpoint_parts, readable_model_parts
 from tr_core.checkpoint.settings import Settings
 from tr_core.plan import epochs_for
 from tr_core.protocols import EvaluationWeights, Restored
@@ -50,8 +50,10 @@ def _restore(run: Run, resume: Resume) -> Restored:
     automatic = resume is True or str(resume) in ("auto", "True", "true")
     source = None if automatic else str(resume)
     # All parts, also with save_only_model: without optimizer and position it would silently be another run.
+    methods = run.methods
+    model = readable_model_parts(run.strategy, methods.model, methods.model_wrapped)
     parts = {
-        **checkpoint_parts(run),
+        **checkpoint_parts(run, model),
         "callbacks": CallbackStates(callbacks, restores=args.restore_callback_states_from_checkpoint),
     }
     # The use of the schedule's state depends on the other restored parts.

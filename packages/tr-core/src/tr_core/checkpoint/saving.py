@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from tr_args import TrainingArguments
 from tr_core import plugins
 from tr_core.callbacks.evaluation_weights import weight_parts
-from tr_core.checkpoint.adapters import adapter_parts, is_adapter, write_adapter_config
+from tr_core.checkpoint.adapters import BESIDE_OWN_FILES, WHOLE, adapter_parts, is_adapter, write_adapter_config
 from tr_core.checkpoint.log_files import FOLDER
 from tr_core.model import model_part
 from tr_core.model_io import base_model
@@ -154,15 +154,23 @@ def _report_checkpoint(announce: Callable[[Path, int], None], folder: Path, *, s
     announce(folder, step)
 
 
-def checkpoint_parts(run: Run) -> dict[str, Stateful]:
-    """Return all stateful parts of a run by name: exactly the contents of a checkpoint."""
+def checkpoint_parts(run: Run, model: Mapping[str, Stateful] | None = None) -> dict[str, Stateful]:
+    """Return all stateful parts of a run by name: exactly the contents of a checkpoint.
+
+    Args:
+        run: the run.
+        model: the parts that are the model, for a restore; by default those that a save writes.
+    """
     methods = run.methods
+    if model is None:
+        own = methods.has_own_layout
+        model = model_parts(run.strategy, methods.model, methods.model_wrapped, own_layout=own)
     others = run.strategy.state_parts(methods.model_wrapped, run.optimizer)
     del others["model"]
     parts = {
         # Restored first: it checks whether the others fit.
         **({} if run.settings is None else {"settings": run.settings}),
-        **model_parts(run.strategy, methods.model, methods.model_wrapped, own_layout=methods.has_own_layout),
+        **model,
         **others,
         "scheduler": run.schedule,
         "rng": methods.random_state,
@@ -185,8 +193,18 @@ def model_parts(
     """
     part = model_part(strategy, model, wrapped)
     if own_layout:
-        return {"trained_model": part}
-    return adapter_parts(model, part) if is_adapter(model) else {"model": part}
+        return {BESIDE_OWN_FILES: part}
+    return adapter_parts(model, part) if is_adapter(model) else {WHOLE: part}
+
+
+def readable_model_parts(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> dict[str, Stateful]:
+    """Return the model under each name that a checkpoint may have for it, for `restore_parts`.
+
+    The run that saved it may have had an override that writes the model's files, or none; other programs never have
+    the part of such a run.
+    """
+    part = model_part(strategy, model, wrapped)
+    return {BESIDE_OWN_FILES: part, **(adapter_parts(model, part) if is_adapter(model) else {WHOLE: part})}
 
 
 def find_hub(callbacks: Sequence[Any], args: TrainingArguments) -> Any:

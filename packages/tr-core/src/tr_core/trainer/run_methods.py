@@ -12,7 +12,7 @@ import torch
 from tr_core.batch_size_search import run_epochs_within_memory
 from tr_core.callbacks.evaluation_weights import adopt_evaluation_weights, weight_parts
 from tr_core.checkpoint.restoring import Resume, resume_run
-from tr_core.checkpoint.saving import model_parts
+from tr_core.checkpoint.saving import readable_model_parts
 from tr_core.checkpoint.settings import Settings
 from tr_core.data.limits import training_batches
 from tr_core.loop import run_epochs
@@ -219,7 +219,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         """Load the weights of the best step. Collective."""
 
         def parts() -> dict[str, Any]:
-            own = model_parts(self.strategy, self.model, self.model_wrapped, own_layout=self.has_own_layout)
+            own = readable_model_parts(self.strategy, self.model, self.model_wrapped)
             return {**own, **weight_parts(self.callback_handler.callbacks, self.model)}
 
         metric = self.args.metric_for_best_model
