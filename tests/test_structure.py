@@ -36,7 +36,7 @@ KNOW_THE_INSIDE = {
     "test_long_logs.py": "takes a log of a few entries for a long one",
     "test_files_visited.py": "counts files from where a save and a resume begin",
 }
-MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 351, 125, 45_000, 6
+MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 351, 125, 45_300, 6
 
 
 def sources(folder: Path) -> list[Path]:
