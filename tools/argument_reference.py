@@ -18,7 +18,7 @@ from tr_args import Seq2SeqTrainingArguments
 from tr_args.aliases import aliases
 from tr_args.constraints import Above, AtLeast, Between, Numbers, Only, StepsOrRatio
 from tr_args.help_page import field_help
-from tr_args.rules import conflicts
+from tr_args.rules import conflicts, without_effect
 from tr_args.schema import FieldSpec, schema
 from tr_core import changes
 
@@ -105,7 +105,8 @@ def exclusions() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for base in ({}, {"eval_strategy": "steps"}):
         for (one, value), (other, another) in itertools.product(single, single):
-            for names, text in conflicts(SimpleNamespace(**{**plain, **base, one: value, other: another})):  # type: ignore
+            args: Any = SimpleNamespace(**{**plain, **base, one: value, other: another})
+            for names, text in (*conflicts(args), *without_effect(args)):
                 for name in names:
                     others = " and ".join(f"`{each}`" for each in names if each != name)
                     line = f"With {others}: {text}" if others else text[0].upper() + text[1:]

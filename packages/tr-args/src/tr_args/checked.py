@@ -6,8 +6,10 @@ wrong types and missing values. `build` makes the object. `Checked` converts eac
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from tr_args.aliases import Alias, aliases
 from tr_args.conversion import convert, convert_field
 from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, RefusedError, closest, did_you_mean, show
-from tr_args.schema import schema
+from tr_args.schema import FieldSpec, schema
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,9 @@ class CheckedType(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             """Return a new object, or raise `ArgumentsError` with everything that is wrong."""
             if not generated_init(cls):
-                return type.__call__(cls, *args, **kwargs).check()
+                instance = cls.__new__(cls, *args, **kwargs)
+                _initialize(instance, *args, **kwargs)
+                return instance._check(at_use=False)
             return build(cls, {name: Given(value) for name, value in kwargs.items()}, positional=args)
 
         @property
@@ -199,6 +203,9 @@ class Checked(metaclass=CheckedType):
     Former names (`Alias`) and unknown names are handled before the dataclass's own `__init__` runs. So subclasses
     declared with `@dataclass` need nothing special.
 
+    What was given is checked before the class's own `__post_init__` runs. What a class declares as a default or assigns
+    there is its own: a value that does not fit stays as it is.
+
     Attributes:
         num_assignments: values assigned since the object was built. A reader compares it to see that some may have
             changed.
@@ -208,11 +215,15 @@ class Checked(metaclass=CheckedType):
     num_assignments: ClassVar[int] = 0
     build_s: ClassVar[float] = 0.0
     _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _by_class: ClassVar[frozenset[str]] = frozenset()  # fields that the class's own `__post_init__` set
     _followed: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # filled in from others: the values before that
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __post_init__(self) -> None:
+        runs_own = vars(self).pop("_runs_own", False)  # what a launcher gives is checked
         self._complete()
+        if runs_own:
+            vars(self)["_runs_own"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         spec = schema(type(self)).get(name)
@@ -221,19 +232,38 @@ class Checked(metaclass=CheckedType):
             self._refuse_fixed(name, value)
             object.__setattr__(self, name, value)
             return
-        building = "_building" in self.__dict__
-        origin = self._origins.get(name, "default") if building else "assignment"
+        if "_runs_own" in self.__dict__:
+            self._keep_own(spec, value)
+            return
+        origin = self._origin_of(spec, value)
         try:
             converted = convert_field(spec, value)
         except RefusedError as refusal:
-            shown = "***" if spec.hides(value) else value
-            raise ArgumentsError([Problem(name, shown, str(refusal), origin)]) from None
+            if origin != "default" or not self._is_declaring:
+                raise ArgumentsError([_problem(spec, value, refusal, origin)]) from None
+            converted = value
         object.__setattr__(self, name, converted)
+        if name in self._by_class:
+            vars(self)["_by_class"] = self._by_class - {name}
         if name in self._followed:
             vars(self)["_followed"] = {key: value for key, value in self._followed.items() if key != name}
-        if not building:
+        if "_building" not in self.__dict__ and origin != "default":
             object.__setattr__(self, "_origins", {**self._origins, name: origin})
+        if origin == "assignment":
             object.__setattr__(self, "num_assignments", self.num_assignments + 1)
+
+    @property
+    def _is_declaring(self) -> bool:
+        """Whether the constructor that `dataclass` generated sets the fields, which it does before `__post_init__`."""
+        return "__post_init__" in self.__dict__
+
+    def _origin_of(self, spec: FieldSpec, value: Any) -> str:
+        """Return where a value comes from that is being set."""
+        if "_building" in self.__dict__:
+            return self._origins.get(spec.name, "default")
+        if self._is_declaring:  # called by a constructor of the class's own, which may have given any of them
+            return "default" if not spec.required and _is_same(value, spec.make_default()) else "call"
+        return "assignment"
 
     def origin(self, name: str) -> str:
         """Return where the value of a field came from: `default`, `call`, `file NAME`, `command line`, ..."""
@@ -247,17 +277,56 @@ class Checked(metaclass=CheckedType):
         Raises:
             ArgumentsError: with every problem.
         """
+        return self._check(at_use=True)
+
+    def _check(self, *, at_use: bool) -> Self:
         followed, vars(self)["_followed"] = self._followed, {}
         vars(self).update(followed)  # what followed from others may follow otherwise now
         self._complete()
-        if problems := list(self._conflicts()):
+        if problems := [*(self._unfit() if at_use else ()), *self._conflicts(at_use=at_use)]:
             raise ArgumentsError(problems)
         return self
 
-    def _conflicts(self) -> Iterator[Problem]:
+    def _keep_own(self, spec: FieldSpec, value: Any) -> None:
+        """Set a field as the class's own `__post_init__` does: as it is, if it is no field that is read here too."""
+        if value is vars(self).get(spec.name, NOTHING):
+            return
+        if spec.name in _base_fields(type(self)):
+            with suppress(RefusedError):  # `_unfit` reports it, unless it is replaced before it is used
+                value = convert_field(spec, value)
+        vars(self)[spec.name] = value
+        vars(self)["_by_class"] = self._by_class | {spec.name}
+
+    def _unfit(self) -> Iterator[Problem]:
+        """Yield the values that a class assigned to fields of its base, and that do not fit them. None is unset."""
+        for name in sorted(self._by_class & _base_fields(type(self))):
+            spec, value = schema(type(self))[name], getattr(self, name)
+            try:
+                convert_field(spec, value)
+            except RefusedError as refusal:
+                if value is not None:
+                    yield _problem(spec, value, refusal, f"__post_init__ of {type(self).__name__}")
+
+    def _conflicts(self, *, at_use: bool) -> Iterator[Problem]:
+        """Yield what does not fit together; until the values are used, only what the class did not bring about."""
         for names, message in self._rules():
-            (first, value, origin), *others = ((name, getattr(self, name), self.origin(name)) for name in names)
-            yield Problem(first, value, message, origin, tuple(others))
+            if at_use or not any(map(self._is_own, names)) or any(map(self._is_given, names)):
+                yield self._conflict(names, message)
+        for names, message in self._rules_of_effect():
+            if not self._is_own(names[0]):
+                yield self._conflict(names, message)
+
+    def _conflict(self, names: tuple[str, ...], message: str) -> Problem:
+        (first, value, origin), *others = ((name, getattr(self, name), self.origin(name)) for name in names)
+        return Problem(first, value, message, origin, tuple(others))
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a value is the class's: it declares the default or assigned it, and its base did not."""
+        declared = not issubclass(_base(type(self)), schema(type(self))[name].owner)
+        return name in self._by_class or (declared and self.origin(name) == "default")
+
+    def _is_given(self, name: str) -> bool:
+        return name not in self._by_class and self.origin(name) != "default"
 
     def _follow(self, name: str, value: Any) -> None:
         """Fill in a field whose value follows from others. A value that was assigned stays, unless it says 'unset'."""
@@ -270,7 +339,11 @@ class Checked(metaclass=CheckedType):
         """Fill in the fields whose values follow from others."""
 
     def _rules(self) -> Iterator[Rule]:
-        """Yield the values that contradict each other."""
+        """Yield the values that contradict each other. The fields of the class that has them are its own."""
+        yield from ()
+
+    def _rules_of_effect(self) -> Iterator[Rule]:
+        """Yield the values that have no effect beside others."""
         yield from ()
 
     def _refuse_fixed(self, name: str, value: Any) -> None:
@@ -312,12 +385,12 @@ def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] =
     instance.__dict__["_origins"] = origins
     instance.__dict__["_building"] = True
     try:
-        instance.__init__(**values)
+        _initialize(instance, **values)
         # Repeated for subclasses whose own `__post_init__` does not call this class's.
         instance._complete()
         former = aliases(cls)
         refused = {former[p.field].target if p.field in former else p.field for p in problems}
-        problems += [problem for problem in instance._conflicts() if not refused & _fields_of(problem)]
+        problems += [problem for problem in instance._conflicts(at_use=False) if not refused & _fields_of(problem)]
     except ArgumentsError as error:
         raise ArgumentsError(problems + error.problems) from None
     except Exception as error:
@@ -329,6 +402,43 @@ def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] =
         raise ArgumentsError(problems)
     instance.__dict__["build_s"] = perf_counter() - since_s
     return instance
+
+
+def _initialize(instance: Checked, *args: Any, **kwargs: Any) -> None:
+    """Call the constructor; what the class's own `__post_init__` assigns is the class's."""
+
+    def post_init(*init_vars: Any) -> None:
+        vars(instance)["_runs_own"] = True
+        del vars(instance)["__post_init__"]  # every default was set
+        try:
+            type(instance).__post_init__(instance, *init_vars)
+        finally:
+            vars(instance).pop("_runs_own", None)
+
+    vars(instance)["__post_init__"] = post_init
+    try:
+        instance.__init__(*args, **kwargs)
+    finally:
+        vars(instance).pop("__post_init__", None)
+
+
+def _base(cls: type) -> type:
+    """Return the class that has the rules of `cls`."""
+    return next(base for base in cls.__mro__ if "_rules" in vars(base))
+
+
+@functools.cache
+def _base_fields(cls: type) -> frozenset[str]:
+    """Return the fields of `cls` that the class with its rules has too."""
+    return frozenset(getattr(_base(cls), "__dataclass_fields__", ()))
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _problem(spec: FieldSpec, value: Any, refusal: RefusedError, origin: str) -> Problem:
+    return Problem(spec.name, "***" if spec.hides(value) else value, str(refusal), origin)
 
 
 def _fields_of(problem: Problem) -> set[str]:

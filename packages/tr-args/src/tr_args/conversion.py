@@ -136,6 +136,8 @@ def _sequence(value: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
             value = _json(value, list, "a list")
         else:
             value = [value] if item in (str, Any) else value.replace(",", " ").split()
+    elif item in (int, float) and type(value) in (int, float):
+        value = [value]  # as its text is
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise RefusedError("needs a list")
     build = kind if kind in (tuple, set, frozenset) else list

@@ -52,6 +52,12 @@ def conflicts(args: AllFields) -> Iterator[Rule]:
         yield from rule(args)
 
 
+def without_effect(args: AllFields) -> Iterator[Rule]:
+    """Yield the name of an argument that has no effect beside others, theirs, and what to change."""
+    for rule in _RULES_OF_EFFECT:
+        yield from rule(args)
+
+
 def _precision(args: PrecisionFields) -> Iterator[Rule]:
     if args.bf16 and args.fp16:
         yield ("bf16", "fp16"), "only one can be on; turn the other off"
@@ -67,7 +73,7 @@ def _intervals(args: AllFields) -> Iterator[Rule]:
 
 
 def _loading(args: DataFields) -> Iterator[Rule]:
-    if args.dataloader_num_workers > 0:
+    if args.dataloader_num_workers:
         return
     for name in (
         "dataloader_prefetch_factor",
@@ -125,8 +131,6 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
         yield ("fsdp", "strategy"), "needs strategy='fsdp' or 'auto'"
     if args.deepspeed and args.strategy in ("single", "ddp", "fsdp"):
         yield ("deepspeed", "strategy"), "needs strategy='deepspeed' or 'auto'"
-    if args.fsdp_config and not args.fsdp and args.strategy in ("auto", "single", "ddp"):
-        yield ("fsdp_config", "fsdp"), "has no effect alone; set fsdp, such as fsdp='full_shard auto_wrap'"
     if args.fsdp_config.get("min_num_params") and args.fsdp_config.get("transformer_layer_cls_to_wrap"):
         yield ("fsdp_config",), "needs either min_num_params or transformer_layer_cls_to_wrap, not both"
     sizes = args.parallelism_config or {}
@@ -136,14 +140,17 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
         yield ("parallelism_config", "fsdp"), "divides a model by dp_shard_size; set fsdp='full_shard auto_wrap' too"
 
 
+def _sharding_options(args: AllFields) -> Iterator[Rule]:
+    if args.fsdp_config and not args.fsdp and args.strategy in ("auto", "single", "ddp"):
+        yield ("fsdp_config", "fsdp"), "has no effect alone; set fsdp, such as fsdp='full_shard auto_wrap'"
+
+
 _RULES: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (
     _precision,
     _intervals,
-    _loading,
     _evaluation,
     _perplexity,
     _best_model,
-    _average,
-    _noise,
     _sharding,
 )
+_RULES_OF_EFFECT: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (_loading, _average, _noise, _sharding_options)

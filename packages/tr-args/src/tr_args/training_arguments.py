@@ -14,7 +14,7 @@ from tr_args.fields import AllFields
 from tr_args.grouped_setters import GroupedSetters
 from tr_args.launcher_settings import follow_launcher
 from tr_args.process import ProcessView
-from tr_args.rules import conflicts, fill_defaults
+from tr_args.rules import conflicts, fill_defaults, without_effect
 from tr_args.serialization import Serializable
 from tr_log.bounded_text import load_json
 
@@ -25,6 +25,8 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
 
     Values are converted to the fields' types when they are set (`"1e-4"` is a number) and checked. All problems are
     reported at once. Building it imports no torch, touches no device and draws no random number.
+
+    What a subclass declares as a default, or assigns in its own `__post_init__`, is the subclass's, whatever its type.
 
     Raises:
         ArgumentsError: names are unknown, or values do not fit their fields or each other.
@@ -69,6 +71,9 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
 
     def _rules(self) -> Iterator[Rule]:
         return conflicts(self)
+
+    def _rules_of_effect(self) -> Iterator[Rule]:
+        return without_effect(self)
 
     def _derived(self) -> dict[str, Any]:
         return {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
