@@ -14,13 +14,12 @@ import tr_core
 from tr_core import loss
 from tr_core import loss as label_smoothing
 from tr_core.data import sampler
-from tr_core.evaluation import evaluation_loop
 from tr_core.evaluation.metrics import EvaluationLoss
 from tr_core.random_state import RandomState
 from tr_core.rollback import Rollback
 from tr_core.run import Run as OurRun
 from tr_core.single_device import SingleDevice
-from tr_core.trainer import optimizer_methods
+from tr_core.trainer import optimizer_methods, trainer
 
 FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], str | None]] = {}
 
@@ -168,7 +167,7 @@ def _dropout():
     def train(before, self, mode=True):
         return self if getattr(self, "stays", False) else before(self, mode)
 
-    with patch.object(evaluation_loop, "_evaluation_mode", mode), _wrapped(nn.Module, "train", train):
+    with patch.object(trainer, "evaluation_mode", mode), _wrapped(nn.Module, "train", train):
         yield
 
 
