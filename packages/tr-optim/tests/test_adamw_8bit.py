@@ -170,7 +170,8 @@ def test_on_both_sides_of_the_least_size_parameters_train_also_from_zeros(shape)
     state = optimizer.state[parameter]
     assert (state["exp_avg"].dtype == torch.int8) == (math.prod(shape) >= 4096)
     assert (trained[0] - target).norm() < 0.2 * target.norm()
-    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0.06)
+    # Where a moment is below the step of its code, the two are up to two updates of `lr` apart.
+    torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=2 * 0.05)
     assert (trained[1] - trained[0]).norm() < 0.02 * target.norm()
 
 
