@@ -1,6 +1,7 @@
 """Loaders that users make themselves, each kind a function of one line or two; and a small Trainer that takes one."""
 
 import random
+from functools import partial
 
 import numpy as np
 import torch
@@ -99,6 +100,73 @@ class Drawing(Sampler):
             yield self.random.sample(range(ROWS), BATCH)
 
 
+MAKERS = {"torch": lambda seed: seeded(seed), "NumPy": np.random.default_rng, "Python": random.Random}
+
+
+def permuted(generator, count):
+    if isinstance(generator, torch.Generator):
+        return torch.randperm(count, generator=generator).tolist()
+    if isinstance(generator, np.random.Generator):
+        return generator.permutation(count).tolist()
+    return generator.sample(range(count), count)
+
+
+def reseed(generator, seed):
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+    else:
+        generator.seed(seed)
+
+
+class Drawn(Sampler):
+    """A batch sampler that draws all batches at once or each when it is asked for, from a generator of its own.
+
+    `made` says when: "in __init__", "in set_epoch" or "in __iter__"; "and seeded in set_epoch" is made once and seeded
+    anew.
+    """
+
+    generator = None
+
+    def __init__(self, of, made, at_once, shared=None):
+        self.of, self.made, self.at_once = of, made, at_once
+        if made in ("in __init__", "and seeded in set_epoch"):
+            self.generator = shared or MAKERS[of](3)
+
+    def set_epoch(self, epoch):
+        if self.made == "in set_epoch":
+            self.generator = MAKERS[self.of](epoch)
+        elif self.made == "and seeded in set_epoch":
+            reseed(self.generator, epoch)
+
+    def __len__(self):
+        return STEPS_AN_EPOCH
+
+    def __iter__(self):
+        if self.made == "in __iter__":
+            self.generator = MAKERS[self.of](int(torch.randint(1000, ())))
+        order = permuted(self.generator, ROWS)
+        for start in range(0, ROWS, BATCH):
+            yield order[start : start + BATCH] if self.at_once else permuted(self.generator, ROWS)[:BATCH]
+
+
+class OrderOfTheEpoch(Sampler):
+    """A batch sampler that draws its order in `set_epoch`, from a generator of its own or from the global one."""
+
+    def __init__(self, of):
+        self.generator = MAKERS[of](3) if of else None
+
+    def set_epoch(self, epoch):
+        self.order = permuted(self.generator, ROWS) if self.generator else torch.randperm(ROWS).tolist()
+
+    def __len__(self):
+        return STEPS_AN_EPOCH
+
+    def __iter__(self):
+        return iter([self.order[start : start + BATCH] for start in range(0, ROWS, BATCH)])
+
+
 class Plain:
     """No DataLoader: an object with `__iter__` that draws its order."""
 
@@ -122,6 +190,19 @@ class RandomLengths(torch.utils.data.IterableDataset):
         random.shuffle(order)
         rows = Rows()
         return iter([rows[index] for index in order])
+
+
+class OneByOne(Sampler):
+    """Draws each sample when it is asked for."""
+
+    def __init__(self):
+        self.random = random.Random(3)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return (self.random.randrange(ROWS) for _ in range(ROWS))
 
 
 def seeded(seed=5):
@@ -179,6 +260,21 @@ IN_THIS_PROCESS = {
     ),
     "stateful, noise of torch": lambda: load(kind=StatefulDataLoader, data=Rows("torch")),
     "stateful, a batch sampler of its own": lambda: load(kind=StatefulDataLoader, batch_sampler=Bucketed()),
+    "stateful, a batch sampler of torch with replacement": lambda: load(
+        kind=StatefulDataLoader,
+        data=Rows("own"),
+        batch_sampler=BatchSampler(
+            RandomSampler(range(ROWS), replacement=True, num_samples=ROWS, generator=seeded()), BATCH, False
+        ),
+    ),
+    "stateful, a batch sampler that draws as it goes": lambda: load(
+        kind=StatefulDataLoader, batch_sampler=Drawn("torch", "and seeded in set_epoch", at_once=False)
+    ),
+    "stateful, batches of a sampler that draws as it goes": lambda: load(
+        kind=StatefulDataLoader, batch_sampler=BatchSampler(OneByOne(), BATCH, False)
+    ),
+    "a batch sampler that draws in set_epoch": lambda: load(batch_sampler=OrderOfTheEpoch("torch")),
+    "a batch sampler that draws in set_epoch from torch's generator": lambda: load(batch_sampler=OrderOfTheEpoch(None)),
     "no DataLoader": Plain,
     "a stream": lambda: load(data=RandomLengths()),
 }
@@ -196,7 +292,31 @@ WITH_WORKERS = {
     ),
 }
 
-KINDS = {**IN_THIS_PROCESS, **WITH_WORKERS}
+DRAWN = {
+    f"{of}, made {made}, drawn {'at once' if at_once else 'batch by batch'}": (of, made, at_once)
+    for of in MAKERS
+    for made in ("in __init__", "in set_epoch", "and seeded in set_epoch", "in __iter__")
+    for at_once in (True, False)
+}
+
+
+def drawn(kind, num_workers):
+    """Make a loader of a kind of `DRAWN`."""
+    return load(batch_sampler=Drawn(*DRAWN[kind]), num_workers=num_workers)
+
+
+def sharing_a_generator():
+    """A batch sampler that draws as it goes, and a data set that draws from its generator too."""
+    data = Rows("own")
+    return load(data=data, batch_sampler=Drawn("NumPy", "in __init__", at_once=False, shared=data.own))
+
+
+KINDS = {
+    **IN_THIS_PROCESS,
+    **WITH_WORKERS,
+    **{f"{kind}, {workers} workers": partial(drawn, kind, workers) for kind in DRAWN for workers in (0, 2)},
+    "a generator that sampler and data share": sharing_a_generator,
+}
 
 
 class Seen(TrainerCallback):
@@ -223,6 +343,7 @@ SAMPLERS = {
         range(ROWS), replacement=True, num_samples=ROWS, generator=seeded()
     ),
     "of a generator of NumPy": lambda: Shuffled(),
+    "that draws in set_epoch": lambda: ShuffledByTheEpoch(),
 }
 
 
@@ -239,11 +360,24 @@ class Shuffled(Sampler):
         return iter(self.rng.permutation(ROWS).tolist())
 
 
+class ShuffledByTheEpoch(Shuffled):
+    """Draws its order when it is told the epoch."""
+
+    def set_epoch(self, epoch):
+        self.order = self.rng.permutation(ROWS).tolist()
+
+    def __iter__(self):
+        return iter(self.order)
+
+
 class WithOwnSampler(Trainer):
     make_sampler = None
 
     def _get_train_sampler(self, dataset):
-        return self.make_sampler()
+        sampler = self.make_sampler()
+        if dataset.source == "own" and sampler is not None:
+            sampler.rng = dataset.own
+        return sampler
 
 
 def train(kind, folder, *, resume=None, seed=0, **changes):
@@ -270,6 +404,7 @@ def train(kind, folder, *, resume=None, seed=0, **changes):
     else:
         data = Rows("own" if "own generator" in kind else None)
         trainer = WithOwnSampler(model=model, args=args, callbacks=[seen], train_dataset=data)
-        trainer.make_sampler = SAMPLERS.get(kind.removeprefix("sampler: "), lambda: None)
+        name = kind.removeprefix("sampler: ").removesuffix(", data with its own generator")
+        trainer.make_sampler = SAMPLERS.get(name, lambda: None)
     trainer.train(resume_from_checkpoint=resume)
     return seen.samples, model.state_dict()

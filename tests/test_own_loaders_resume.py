@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from own_loaders import EPOCHS, IN_THIS_PROCESS, SAMPLERS, STEPS_AN_EPOCH, WITH_WORKERS, train
+from own_loaders import DRAWN, EPOCHS, IN_THIS_PROCESS, SAMPLERS, STEPS_AN_EPOCH, WITH_WORKERS, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls what torch drops
 
@@ -45,8 +45,43 @@ def test_a_run_whose_loader_has_workers_goes_on_bit_equal(kind, tmp_path):
     assert_goes_on(kind, tmp_path, (3, 6, 8, 17))
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", DRAWN)
+def test_batches_go_on_wherever_their_generator_is_made_and_whenever_it_draws(kind, workers, tmp_path):
+    assert_goes_on(f"{kind}, {workers} workers", tmp_path, (2, 6, 9))
+
+
+@pytest.mark.parametrize("kind", ["torch, made and seeded in set_epoch", "NumPy, made in __iter__"])
+def test_batches_drawn_ahead_of_their_steps_go_on(kind, tmp_path):
+    """Workers read ahead: at the save the generator has drawn batches that no step has used."""
+    assert_goes_on(f"{kind}, drawn batch by batch, 2 workers", tmp_path, (2, 9))
+
+
+@pytest.mark.parametrize("made", ["in __init__", "and seeded in set_epoch", "in __iter__"])
+def test_a_resumed_run_is_resumed_once_more(made, tmp_path):
+    kind = f"torch, made {made}, drawn batch by batch, 0 workers"
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    samples, weights = train(kind, tmp_path / "whole", **saving)
+    train(kind, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-7"), seed=99, **saving)
+    for step in (9, 13):
+        resumed, after = train(kind, tmp_path / "last", resume=str(tmp_path / "again" / f"checkpoint-{step}"), seed=7)
+        assert resumed == samples[step:], step
+        assert all(torch.equal(value, after[name]) for name, value in weights.items()), step
+
+
+def test_a_generator_that_sampler_and_data_share_goes_on_where_both_have_left_it(tmp_path):
+    assert_goes_on("a generator that sampler and data share", tmp_path, (2, 6, 9))
+
+
 @of_these_or_at_night_of_all(1, 6, 9, LAST - 1)
-@pytest.mark.parametrize("kind", [*(f"sampler: {kind}" for kind in SAMPLERS), "data with its own generator"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(f"sampler: {kind}" for kind in SAMPLERS),
+        "data with its own generator",
+        "sampler: of a generator of NumPy, data with its own generator",
+    ],
+)
 def test_a_run_over_a_loader_of_the_trainers_goes_on_with_generators_of_the_users(kind, steps, tmp_path):
     assert_goes_on(kind, tmp_path, steps)
 

@@ -315,7 +315,8 @@ class UserSampler(EpochSampler):
 
     The other sampler is iterated once an epoch, with random numbers that depend on seed and epoch alone. So all ranks
     have one order, and a resumed run repeats it. A sampler with its own generator draws from that. A checkpoint then
-    holds the generator's state at the beginning of the epoch. A sampler with `set_epoch` receives the epoch.
+    holds the generator's state at the beginning of the epoch. A sampler with `set_epoch` receives the epoch after that,
+    and may draw its order then.
     """
 
     def __init__(self, sampler: Any, batch_size: int, **options: Any) -> None:
@@ -329,6 +330,7 @@ class UserSampler(EpochSampler):
         super().__init__(count, batch_size, shuffle=True, **options)
         self._sampler = sampler
         self._begun: dict[str, Any] | None = None  # the epoch of the last order, and the generator states before it
+        self._at_save: dict[str, Any] | None = None  # generator states of the save that the next order resumes from
 
     @property
     def strategy(self) -> str:
@@ -341,15 +343,19 @@ class UserSampler(EpochSampler):
         Raises:
             ValueError: their number differs from the sampler's length.
         """
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(self.epoch)
         generators = find_generators(self._sampler)
         if self._begun is not None and self._begun["epoch"] == self.epoch:
             write_states(generators, self._begun["generators"])
         else:
             self._begun = {"epoch": self.epoch, "generators": read_states(generators)}
+            self._at_save = None
         with separate_randomness(derive_seed(self.seed, self.epoch)):
+            if hasattr(self._sampler, "set_epoch"):  # may draw the order
+                self._sampler.set_epoch(self.epoch)
             indices = array("q", map(int, self._sampler))
+        if self._at_save is not None:  # other code may draw from them too
+            write_states(find_generators(self._sampler), self._at_save)
+            self._at_save = None
         if len(indices) != self.num_samples:
             raise ValueError(
                 f"{type(self._sampler).__name__} gave {len(indices)} samples in epoch {self.epoch} and has the length "
@@ -363,7 +369,7 @@ class UserSampler(EpochSampler):
 
     def restore_drawn_from(self, state: Mapping[str, Any]) -> None:
         """Restore the saved states."""
-        self._begun = state["begun"]
+        self._begun, self._at_save = state["begun"], state["generators"]
         write_states(find_generators(self._sampler), state["generators"])
 
 

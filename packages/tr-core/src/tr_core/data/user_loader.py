@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from tr_core.data.fetch import epoch_listeners
 from tr_core.data.sampler import EpochSampler, MicroBatch
@@ -22,7 +23,7 @@ _END = object()
 
 
 class EpochStart(TypedDict):
-    """Generator states from which a loader drew its order, right before its iteration.
+    """Generator states from which a loader drew its order, right before its samplers got the epoch.
 
     Attributes:
         host: the host's global generators.
@@ -39,10 +40,11 @@ class EpochStart(TypedDict):
 class UserLoader:
     """Epochs over a user's loader, in the loader's own order.
 
-    A sampler draws its order when an epoch begins, from a global generator or one that the loader holds. A checkpoint
-    therefore holds the generator states of that moment. A resume restores them, iterates over the loader and skips the
-    batches up to the position. Then it restores all other generators to their states at the save. A loader with a
-    `state_dict` resumes from that instead.
+    A sampler draws its order in `set_epoch`, when an epoch begins, or batch by batch, from a global generator or one
+    that the loader holds. A checkpoint therefore holds the generator states of the moment before all this. A resume
+    restores them, calls `set_epoch`, iterates over the loader and skips the batches up to the position. Then it
+    restores all generators, also new ones, to their states at the save. A loader with a `state_dict` resumes from that
+    instead.
 
     Each rank has a loader of its own, and all ranks take part in every micro-batch. Where their numbers of batches
     differ, or are unknown, they end together, with the longest: a rank that has no batch left computes one of another
@@ -55,8 +57,9 @@ class UserLoader:
     def __init__(self, loader: Any, batch_size: int, collectives: Collectives, *, follows_epoch: bool = False) -> None:
         self._loader, self._collectives, self._follows_epoch = loader, collectives, follows_epoch
         self.samples_per_micro_batch = batch_size * collectives.world_size
-        self._source, self._is_there, self._is_resumed = StatefulSource(loader), False, False
+        self._source, self._is_there = StatefulSource(loader), False
         self._beginning: EpochStart | None = None
+        self._at_save: dict[str, Any] | None = None  # generator states of the save that the next epoch resumes from
         self._workers_lived = False  # at the save that the run resumes from
         lengths = collectives.gather_objects(_length(loader))
         self.num_batches: int | None = None if None in lengths else max(lengths)
@@ -71,7 +74,6 @@ class UserLoader:
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of an epoch after `position` samples."""
-        self._set_epoch(epoch)
         if self._is_there and position == 0:
             self._come_to_the_end()
         first, batches = self._begin(epoch, 0 if self._is_there else position // self.samples_per_micro_batch)
@@ -123,7 +125,7 @@ class UserLoader:
             return
         self._workers_lived = place["workers_live"]
         if in_epoch:
-            self._beginning, self._is_resumed = place["beginning"], True
+            self._beginning, self._at_save = place["beginning"], place["generators"]
             if self._source.is_known and place["state"] is not None and _state_has_order(self._loader):
                 self._source.load_state_dict(place["state"])  # may draw random numbers
                 self._is_there = True
@@ -153,27 +155,27 @@ class UserLoader:
 
         A resumed epoch repeats its order.
         """
-        beginning, is_resumed, is_there = self._beginning, self._is_resumed, self._is_there
-        self._is_resumed = self._is_there = False
-        generators = find_generators(self._loader)
+        beginning, at_save, is_there = self._beginning, self._at_save, self._is_there
+        self._at_save, self._is_there = None, False
         if beginning is None or beginning["epoch"] != epoch:
             if self._workers_lived:
                 self._have_workers(live=True)
-            states, live = read_states(generators), self._has_live_workers()
+            states, live = read_states(find_generators(self._loader)), self._has_live_workers()
             host = _host().state_dict()
             self._beginning = EpochStart(epoch=epoch, host=host, generators=states, workers_live=live)
+            self._set_epoch(epoch)
             return [], skip_batches(iter(self._loader), skipped)
         self._have_workers(live=beginning["workers_live"])
-        now, held = _all().state_dict(), read_states(generators)
+        now = _all().state_dict()
         _host().load_state_dict(beginning["host"])
-        write_states(generators, beginning["generators"])
+        write_states(find_generators(self._loader), beginning["generators"])
+        self._set_epoch(epoch)
         batches = skip_batches(iter(self._loader), skipped)
         # Samplers draw at their first index. A loader restored by its state has done so already.
-        draws_at_first = not skipped and (not is_there or _skips_lazily(batches))
-        first = [next(batches, _END)] if draws_at_first else []
+        first = [] if skipped or is_there else [next(batches, _END)]
         _all().load_state_dict(now)
-        if is_resumed:  # other code may draw from them too
-            write_states(generators, held)
+        if at_save is not None:  # other code may draw from them too
+            write_states(find_generators(self._loader), at_save)
         return first, batches
 
     def _next(self, batches: Iterator[Any], epoch: int, position: int) -> Any:
@@ -284,18 +286,27 @@ def skip_batches(batches: Iterator[Any], number: int) -> Iterator[Any]:
     return batches
 
 
+_IN_ORDER = (SequentialSampler, _InfiniteConstantSampler, list, tuple, range, type(None))
+
+
 def _state_has_order(loader: Any) -> bool:
-    """Whether a loader's state holds its order; torchdata's makes samplers without a state draw twice."""
-    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    return all(
-        type(sampler).__module__.split(".")[0] in ("torch", "torchdata", "builtins") or hasattr(sampler, "state_dict")
-        for sampler in samplers
-    )
+    """Whether a loader's state holds its order, so that its next iteration begins there with nothing left to draw.
+
+    torchdata's loader makes other samplers than torch's and its own draw twice. In a batch sampler that has no state it
+    skips when the first batch is asked for, and draws the order then.
+    """
+    batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    outer, inner = sampler if batch_sampler is None else batch_sampler, getattr(batch_sampler, "sampler", sampler)
+    if hasattr(outer, "state_dict"):
+        return True
+    if _library(outer) == "torchdata":
+        is_known = type(inner) in _IN_ORDER or _library(inner) in ("torch", "torchdata")
+        return is_known or hasattr(inner, "state_dict")
+    return type(outer) in (BatchSampler, *_IN_ORDER) and type(inner) in _IN_ORDER
 
 
-def _skips_lazily(batches: Iterator[Any]) -> bool:
-    # torchdata skips in a sampler without a state by `islice`, which has not drawn the order yet.
-    return type(getattr(batches, "_sampler_iter", None)).__name__ == "islice"
+def _library(thing: Any) -> str:
+    return type(thing).__module__.split(".")[0]
 
 
 def _samplers(loader: Any) -> list[Any]:

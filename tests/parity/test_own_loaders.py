@@ -1,0 +1,80 @@
+"""Loaders that a subclass makes itself, with a sampler: the same batches in a run, and in one that is resumed."""
+
+import parity_data as data
+import parity_models as models
+import pytest
+import torch
+from parity_harness import OURS, REFERENCE, Scenario, assert_same, run, same_tensors
+from torch.utils.data import DataLoader, Sampler
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 3}
+
+
+class OneDataSetABatch(Sampler):
+    """A batch sampler for several data sets: each batch is of one of them, drawn from a generator when it is its turn.
+
+    `set_epoch` seeds the generator anew, and shuffles each data set.
+    """
+
+    def __init__(self, sizes, batch_size):
+        self.sizes, self.batch_size, self.generator = sizes, batch_size, torch.Generator().manual_seed(5)
+        self.first_seed = self.generator.initial_seed()
+        self.shuffle(self.generator)
+
+    def shuffle(self, generator):
+        self.orders = [torch.randperm(size, generator=generator).tolist() for size in self.sizes]
+
+    def set_epoch(self, epoch):
+        self.generator.manual_seed(self.first_seed + epoch)
+        self.shuffle(torch.Generator().manual_seed(self.first_seed + epoch))
+
+    def __len__(self):
+        return sum(size // self.batch_size for size in self.sizes)
+
+    def __iter__(self):
+        taken = [0] * len(self.sizes)
+        while left := [n for n, size in enumerate(self.sizes) if taken[n] + self.batch_size <= size]:
+            chosen = left[int(torch.randint(len(left), (1,), generator=self.generator))]
+            begin = taken[chosen]
+            taken[chosen] += self.batch_size
+            indices = self.orders[chosen][begin : begin + self.batch_size]
+            yield [sum(self.sizes[:chosen]) + index for index in indices]
+
+
+def of_several_data_sets(trainer):
+    return {"batch_sampler": OneDataSetABatch([8, 12, 4], 4)}
+
+
+def with_loader(options, num_workers=0):
+    """Make a subclass whose training loader has these options, and is prepared by the accelerator."""
+
+    def subclass(trainer_class):
+        class Own(trainer_class):
+            def get_train_dataloader(self):
+                own = {"collate_fn": self.data_collator, "num_workers": num_workers, **options(self)}
+                return self.accelerator.prepare(DataLoader(self.train_dataset, **own))
+
+        return Own
+
+    return subclass
+
+
+def assert_goes_on(scenario, folder, steps):
+    """Compare whole runs of both, and runs of both that were resumed after each of these steps with the whole one."""
+    reference, ours = (run(side, scenario, folder / side.name) for side in (REFERENCE, OURS))
+    assert_same(reference, ours)
+    for side, whole in ((REFERENCE, reference), (OURS, ours)):
+        for step in steps:
+            checkpoint = str(folder / side.name / f"checkpoint-{step}")
+            resumed = run(side, scenario, folder / f"{side.name}-{step}", resume_from_checkpoint=checkpoint)
+            assert resumed.losses == whole.losses, (side.name, step)
+            assert same_tensors(whole.weights, resumed.weights), (side.name, step)
+    return ours
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_of_several_data_sets_are_the_same_after_a_resume(num_workers, tmp_path):
+    scenario = Scenario(
+        models.Mlp, data.classes(24), arguments=SAVING, subclass=with_loader(of_several_data_sets, num_workers)
+    )
+    assert_goes_on(scenario, tmp_path, (1, 4, 6, 9, 17))
