@@ -34,6 +34,7 @@ KNOW_THE_INSIDE = {
     "crash/crash_mutations.py": "plants faults in saves",
     "fuzz/faults.py": "plants faults in training",
     "test_long_logs.py": "takes a log of a few entries for a long one",
+    "test_second_device.py": "asks anew whether a device has generators, and moves batches between devices",
     "test_files_visited.py": "counts files from where a save and a resume begin",
 }
 MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 351, 125, 45_300, 6

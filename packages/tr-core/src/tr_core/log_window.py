@@ -12,7 +12,7 @@ from torch import nn
 
 from tr_core.data.sampler import MicroBatch
 from tr_core.metric_means import MetricWindow, Sums, read_scalars, weighted_means
-from tr_core.model_io import main_input_name
+from tr_core.model_io import main_input_name, to_device
 from tr_core.protocols import Collectives
 from tr_core.results import speed_metrics
 from tr_core.state import TrainerState
@@ -112,6 +112,8 @@ class LogWindow:
 
     def add(self, loss: torch.Tensor, batch: MicroBatch) -> None:
         """Add a micro-batch: its share of the step's loss, a scalar, its tokens and its operations."""
+        if loss.device != self._zero.device:  # as of a model that is divided over devices, or a constant of the host
+            loss = to_device(loss, self._zero.device)
         # The first loss of a step is its sum, unless its type is another one, which would lose precision.
         is_first = self.step_loss is self._zero and loss.dtype is self._zero.dtype
         self.step_loss = loss if is_first else self.step_loss + loss

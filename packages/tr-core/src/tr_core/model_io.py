@@ -59,15 +59,17 @@ def kept_columns(model: nn.Module, label_names: list[str]) -> list[str] | None:
 def to_device(data: Any, device: torch.device, *, copy: bool = False) -> Any:
     """Move every tensor inside mappings, lists and tuples to a device, without waiting for the copy.
 
-    With `copy`, tensors that are there already are copied too.
+    A copy to the CPU is waited for: its values are read without asking the device. With `copy`, tensors that are there
+    already are copied too.
     """
+    goes_on = device.type != "cpu"
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True, copy=copy)
+        return data.to(device, non_blocking=goes_on, copy=copy)
     if isinstance(data, Mapping):
         moved: dict[Any, Any] = {}
         for key, value in data.items():
             if isinstance(value, torch.Tensor):  # here too: it saves a call for each tensor of a batch
-                moved[key] = value.to(device, non_blocking=True, copy=copy)
+                moved[key] = value.to(device, non_blocking=goes_on, copy=copy)
             else:
                 moved[key] = to_device(value, device, copy=copy)
         return moved if type(data) is dict else _rebuild(data, moved)

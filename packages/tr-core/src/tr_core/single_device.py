@@ -12,6 +12,7 @@ from torch import nn
 
 from tr_args import TrainingArguments
 from tr_core.model import place_on_device
+from tr_core.model_io import to_device
 from tr_core.optim.nonfinite import step_unless
 from tr_core.protocols import Stateful, Strategy
 from tr_log import get_logger, warning_once
@@ -198,8 +199,10 @@ class SingleDevice(StrategyDefaults):
         if self._are_of_one_kind:
             return clip_together(gradients, max_norm)
         if max_norm is not None:
-            return nn.utils.clip_grad_norm_(self._parameters, max_norm)
-        return nn.utils.get_total_norm(gradients)
+            norm = nn.utils.clip_grad_norm_(self._parameters, max_norm)
+        else:
+            norm = nn.utils.get_total_norm(gradients)
+        return to_device(norm, self.device)  # torch's is on the device of the first gradient
 
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
         """Apply the gradients, unless `skip` is set. With fp16 a step that overflowed is skipped."""

@@ -13,7 +13,7 @@ from torch._utils import _unflatten_dense_tensors
 from tr_args import TrainingArguments
 from tr_args.fields.training import RegularizationFields
 from tr_core.callback import TrainerCallback
-from tr_core.model_io import local_shard
+from tr_core.model_io import local_shard, to_device
 from tr_core.protocols import Stateful
 from tr_core.state import TrainerControl, TrainerState
 
@@ -64,9 +64,14 @@ class WeightAverage:
         self._average = [local_shard(average) for average in self._named.values()]
         pairs = zip(self._average, self._numbers(), strict=True)
         narrow = [place for place, (average, live) in enumerate(pairs) if average.dtype != live.dtype]
-        self._narrow = [place for place in narrow if self._average[place].numel()]
+        self._narrow: dict[torch.device, list[int]] = {}
+        for place in narrow:
+            if self._average[place].numel():
+                self._narrow.setdefault(self._average[place].device, []).append(place)
         self._absent = [place for place in narrow if not self._average[place].numel()]  # other ranks hold all of it
-        self._narrow_numel = sum(self._average[place].numel() for place in self._narrow)
+        self._narrow_numel = {
+            device: sum(self._average[place].numel() for place in places) for device, places in self._narrow.items()
+        }
         self._is_swapped = False
 
     def reset(self) -> None:
@@ -82,8 +87,8 @@ class WeightAverage:
         """
         live = self._numbers()
         with torch.no_grad():
-            if self._narrow:
-                for place, wide in zip(self._narrow, self._widen(live), strict=True):
+            for device, places in self._narrow.items():
+                for place, wide in zip(places, self._widen(live, device), strict=True):
                     live[place] = wide
             for place in self._absent:
                 live[place] = self._average[place]
@@ -159,10 +164,10 @@ class WeightAverage:
         """
         return [getattr(tensor, "_local_tensor", tensor) for tensor in self._live()]
 
-    def _widen(self, live: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return copies in float32 of those weights that have fewer bits than their average."""
-        narrow = [live[place] for place in self._narrow]
-        memory = torch.empty(self._narrow_numel, dtype=torch.float32, device=narrow[0].device)
+    def _widen(self, live: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return copies in float32 of those weights on a device that have fewer bits than their average."""
+        narrow = [live[place] for place in self._narrow[device]]
+        memory = torch.empty(self._narrow_numel[device], dtype=torch.float32, device=device)
         wide = _unflatten_dense_tensors(memory, narrow)  # one call for all
         torch._foreach_copy_(wide, narrow)
         return wide
@@ -170,7 +175,8 @@ class WeightAverage:
     def _shares(self, left_out: torch.Tensor) -> list[torch.Tensor]:
         """Return the share of the weights in each average: 0 if the update was left out."""
         kinds = [(average.device, average.dtype) for average in self._average]
-        shares = {kind: left_out.logical_not().to(*kind, non_blocking=True) * (1 - self.decay) for kind in {*kinds}}
+        keeps = left_out.logical_not()
+        shares = {(to, kind): to_device(keeps, to).to(kind) * (1 - self.decay) for to, kind in {*kinds}}
         return [shares[kind] for kind in kinds]
 
     def _put_in(self, tensors: list[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from tr_args import TrainingArguments
 from tr_core.evaluation.gather import map_objects
 from tr_core.loss import LossRule
-from tr_core.model_io import to_plain
+from tr_core.model_io import to_device, to_plain
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument
 
@@ -60,8 +60,9 @@ class EvaluationLoss:
             _check_tokens(inputs)
             if by_targets is False:
                 raise ValueError(_NO_MEAN_OVER_TOKENS)
-        samples = torch.full((), rows, device=self._strategy.device)
-        self._losses.append(loss.detach().float())
+        device = self._strategy.device
+        samples = torch.full((), rows, device=device)
+        self._losses.append(to_device(loss.detach(), device).float())
         self._samples.append(samples)
         self._targets.append(samples if targets is None else targets)
         if targets is not None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from tr_core.model_io import to_device
 from tr_core.protocols import InBackward, Strategy
 
 Kind = Literal["step", "backward", "backward-update"]
@@ -61,7 +62,7 @@ class FusedBackwardStrategy:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
     ) -> torch.Tensor:
         """Return the optimizer's gradient norm, and scale its kept gradients down to `max_norm`."""
-        norm = self._optimizer.clip_grad_norm(max_norm)
+        norm = to_device(self._optimizer.clip_grad_norm(max_norm), self._strategy.device)
         self._flag.record(norm)
         if self._log is not None and self._optimizer.norm_is_estimated:
             self._log(

@@ -19,7 +19,7 @@ from torch import nn
 
 from tr_core.log_window import LogWindow, is_nonfinite
 from tr_core.metric_means import read_scalars
-from tr_core.model_io import local_shard
+from tr_core.model_io import local_shard, to_device
 from tr_core.optim.fused_backward import kind, skips_nonfinite
 from tr_core.protocols import Strategy
 from tr_core.signatures import names_argument, takes_argument
@@ -115,6 +115,7 @@ class RaiseNonfinite:
         device = strategy.device
         self._step = torch.zeros((), dtype=torch.int64, device=device)  # the first bad one; 0 for none
         self._loss = self._norm = self._none = torch.zeros((), device=device)
+        self._is_divided = any(p.device != self._none.device for _, p in self._named)  # over devices
         self._bad_gradients = self._bad_now = torch.zeros(len(self._named), dtype=torch.bool, device=device)
 
     def clip_grad_norm(
@@ -122,7 +123,10 @@ class RaiseNonfinite:
     ) -> torch.Tensor:
         """Check the gradients, then clip: clipping by a norm that is NaN makes all of them NaN."""
         gradients = [self._none if p.grad is None else local_shard(p.grad) for _, p in self._named]
-        self._bad_now = ~torch.stack(torch._foreach_norm(gradients)).isfinite()
+        norms = torch._foreach_norm(gradients)
+        if self._is_divided:
+            norms = to_device(norms, self._none.device)
+        self._bad_now = ~torch.stack(norms).isfinite()
         return self.strategy.clip_grad_norm(model, optimizer, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:

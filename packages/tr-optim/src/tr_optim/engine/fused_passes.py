@@ -315,10 +315,13 @@ class FusedPasses(Optimizer):
         self._update(parameters, gradients, logical_or(bad, unused))
 
     def _update(self, parameters: Tensors, gradients: Tensors, leave_out: torch.Tensor | None) -> None:
+        device = gradients[0].device  # a model may be divided over several
+        factor = None if self._factor is None else self._factor.to(device)
+        leave_out = None if leave_out is None else leave_out.to(device)
         if id(parameters[0]) in self._sharded:
-            self.update_parts(parameters, gradients, self._factor, flags(leave_out, len(parameters)))
+            self.update_parts(parameters, gradients, factor, flags(leave_out, len(parameters)))
         else:
-            self.update_all(parameters, gradients, self._factor, leave_out)
+            self.update_all(parameters, gradients, factor, leave_out)
 
     def _skips(self) -> str | None:
         """Return what is skipped if a gradient is not finite."""

@@ -271,7 +271,7 @@ class GradientStore:
             is_whole = average is None
         self._note_norm(parameter, gradient, is_whole=is_whole)
         if self._coefficient is not None:
-            gradient = gradient.mul_(self._coefficient)
+            gradient = gradient.mul_(self._coefficient.to(gradient.device))
         if is_due:
             state = self._owner.state[parameter]
             window.bases[parameter] = self._bases.find(parameter, gradient, state, place, average)
@@ -343,7 +343,8 @@ class GradientStore:
         if self._inverse_scale is not None:
             for parameter, place in self._numbered:
                 if parameter.grad is not None and not place.is_projected and parameter.requires_grad:
-                    local_part(parameter.grad).mul_(self._inverse_scale)
+                    own = local_part(parameter.grad)
+                    own.mul_(self._inverse_scale.to(own.device))
         if self._averaging is None and not self._has_shards:
             return
         window = self.window

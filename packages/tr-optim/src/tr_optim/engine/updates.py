@@ -152,7 +152,7 @@ def prepare_gradient(
     gradient, dtype = local_part(gradient), computing_dtype(parameter)
     if gradient.dtype != dtype:
         gradient = gradient.to(dtype)
-    return gradient if inverse_scale is None else gradient.mul_(inverse_scale)
+    return gradient if inverse_scale is None else gradient.mul_(inverse_scale.to(gradient.device))
 
 
 class UpdateApplier:

@@ -171,14 +171,14 @@ class LazyRefresh:
         if rotation is None:
             state["refreshed"] = torch.tensor([-phase, 0.0], dtype=torch.float64)
             state["overlaps"] = torch.full((self._window,), -torch.inf, device=parameter.device)
-            return
-        doublings, new = 0.0, rotation.cosine().float().reshape(1)
-        before = new.new_full((self._window,), -torch.inf)
-        if "refreshed" in state:
-            doublings = float(state["refreshed"][1]) + self._is_steady(parameter, state)
-            before = torch.cat([before, state["overlaps"]])
-        state["refreshed"] = torch.tensor([float(state["step"]), doublings], dtype=torch.float64)
-        state["overlaps"] = torch.cat([before, new])[-self._window :].clone()
+        else:
+            doublings, new = 0.0, rotation.cosine().float().reshape(1)
+            before = new.new_full((self._window,), -torch.inf)
+            if "refreshed" in state:
+                doublings = float(state["refreshed"][1]) + self._is_steady(parameter, state)
+                before = torch.cat([before, state["overlaps"]])
+            state["refreshed"] = torch.tensor([float(state["step"]), doublings], dtype=torch.float64)
+            state["overlaps"] = torch.cat([before, new])[-self._window :].clone()
         self._begin_copy(parameter, state["overlaps"])
 
     def _is_steady(self, parameter: torch.Tensor, state: State) -> bool:
