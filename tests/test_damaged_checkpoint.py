@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,17 @@ from shared.models import Classifier
 from tr_core import Trainer, TrainingArguments, set_seed
 
 
-def trainer(folder, *callbacks):
+class Loading(Trainer):
+    """Loads the model by an override, which is called before the rest of the checkpoint is restored."""
+
+    loaded = ()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.loaded = (*self.loaded, Path(resume_from_checkpoint).name)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+def trainer(folder, *callbacks, kind=Trainer):
     set_seed(7)
     args = TrainingArguments(
         output_dir=str(folder),
@@ -22,7 +33,7 @@ def trainer(folder, *callbacks):
         disable_tqdm=True,
         use_cpu=True,
     )
-    return Trainer(Classifier(), args, train_dataset=rows(32), callbacks=list(callbacks))
+    return kind(Classifier(), args, train_dataset=rows(32), callbacks=list(callbacks))
 
 
 def section(path, name):
@@ -85,5 +96,24 @@ def test_a_damaged_checkpoint_is_named_to_the_tensor_and_the_one_before_is_gone_
     finally:
         logging.getLogger("tr_ckpt").removeHandler(handler)
     assert said == [f"skipped checkpoint-6: {message.format(start=start, end=end, missing=missing)}"]
+    for mine, theirs in zip(resumed.model.state_dict().values(), alone.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_override_that_loads_the_model_gets_the_folder_of_a_whole_checkpoint(tmp_path):
+    torch.set_num_threads(1)
+    alone = trainer(tmp_path / "alone")
+    alone.train()
+    with pytest.raises(Stop):
+        trainer(tmp_path / "run", StopAt(7)).train()
+    newest = tmp_path / "run" / "checkpoint-6"
+    flip(newest / "optimizer.safetensors", *section(newest / "optimizer.safetensors", "state.0.exp_avg"))
+    named = trainer(tmp_path / "run", kind=Loading)
+    with pytest.raises(ValueError, match="optimizer.safetensors was changed after it was written"):
+        named.train(resume_from_checkpoint=str(newest))
+    assert named.loaded == ()
+    resumed = trainer(tmp_path / "run", kind=Loading)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.loaded == ("checkpoint-4",)
     for mine, theirs in zip(resumed.model.state_dict().values(), alone.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)

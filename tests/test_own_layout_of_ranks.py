@@ -51,6 +51,18 @@ class OwnCheckpoint(Trainer):
         note(self, f"{self.args.output_dir}/checkpoint-{self.state.global_step}", "own.json")
 
 
+class Loading(Trainer):
+    """Exchanges where it loads the model, before and after the inherited method."""
+
+    optimizer_then = "not asked"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.optimizer_then = self.optimizer
+        before = sum_of_ranks(self.args.process_index)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.totals = before, sum_of_ranks(self.args.process_index)
+
+
 class Failing(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
@@ -58,7 +70,7 @@ class Failing(Trainer):
             raise OSError("rank 1 has no space left")
 
 
-KINDS = {kind.__name__: kind for kind in (OwnSave, OwnSaveModel, OwnCheckpoint, Failing)}
+KINDS = {kind.__name__: kind for kind in (OwnSave, OwnSaveModel, OwnCheckpoint, Loading, Failing)}
 
 
 def build(folder, kind, backend):
@@ -110,6 +122,24 @@ def test_an_override_of_a_checkpoint_may_exchange_between_ranks(tmp_path):
     assert steps == 6
     own = json.loads((tmp_path / "out" / "checkpoint-4" / "own.json").read_text())
     assert own == {"total": 3.0, "step": 4}
+
+
+def load(folder, backend):
+    whole = build(folder, "Loading", backend)
+    whole.train()
+    weights = whole.strategy.full_state_dict(whole.model_wrapped)
+    resumed = build(folder, "Loading", backend)
+    resumed.train(resume_from_checkpoint=f"{folder}/out/checkpoint-2")
+    again = resumed.strategy.full_state_dict(resumed.model_wrapped)
+    resumed.strategy.close()
+    is_same = all(torch.equal(value, weights[name]) for name, value in again.items())
+    return is_same, resumed.totals, resumed.optimizer_then is None, resumed.state.global_step
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_override_that_loads_the_model_may_exchange_between_ranks(backend, tmp_path):
+    comes_first = backend == "ddp"  # FSDP divides the model first, as under transformers
+    assert run_ranks(load, 2, str(tmp_path), backend, timeout_s=120) == [(True, (3.0, 3.0), comes_first, 4)] * 2
 
 
 def fail(folder):

@@ -339,3 +339,53 @@ def test_a_report_to_a_search_of_ones_own_is_refused(make_trainer):
 
     with pytest.raises(TypeError, match=r"_report_to_hp_search overrides .*: pass compute_objective to hyperparam"):
         make_trainer(ReportingTrainer)
+
+
+class WithReference(transformers.trainer_callback.CallbackHandler):
+    """Gives callbacks a reference model too."""
+
+    def __init__(self, *parts, reference):
+        super().__init__(*parts)
+        self.reference = reference
+
+    def call_event(self, event, args, state, control, **extra):
+        given = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
+        for callback in self.callbacks:
+            answer = getattr(callback, event)(args, state, control, reference=self.reference, **given, **extra)
+            control = control if answer is None else answer
+        return control
+
+
+class Following(transformers.TrainerCallback):
+    """Keeps a mean of the weights in the reference model."""
+
+    def on_step_end(self, args, state, control, model=None, reference=None, **kwargs):
+        for mean, weight in zip(reference.parameters(), model.parameters(), strict=True):
+            mean.data.lerp_(weight.data, 0.5)
+
+
+def test_a_handler_of_callbacks_is_replaced_by_one_that_gives_them_a_reference_model(tmp_path):
+    def following(base):
+        class FollowingTrainer(base):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                parts = (self.model, self.processing_class, self.optimizer, self.lr_scheduler)
+                self.callback_handler = WithReference(
+                    self.callback_handler.callbacks, *parts, reference=copy.deepcopy(self.model)
+                )
+                self.add_callback(Following())
+                self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+        return FollowingTrainer
+
+    def use(trainer):
+        trainer.train()
+        return dict(trainer.callback_handler.reference.state_dict())
+
+    theirs, ours = run_both(
+        tmp_path, following, use=use, eval_strategy="epoch", save_strategy="epoch",
+        parts={"eval_dataset": lambda: rows(4, seed=1)},
+    )  # fmt: skip
+    assert_equal(theirs, ours)
+    assert all(torch.equal(value, theirs.result[name]) for name, value in ours.result.items())
+    assert not torch.equal(ours.result["head.weight"], ours.weights["head.weight"])

@@ -8,6 +8,7 @@ import torch
 from habit_parts import Net, rows
 from safetensors.torch import load_file, save_file
 from subclass_parts import assert_equal, run_both
+from torch import nn
 
 import tr_core
 
@@ -232,6 +233,44 @@ def test_weights_are_loaded_from_a_checkpoint_by_ones_own_alone(tmp_path):
     theirs, ours = run_both(tmp_path, partly, use=train_and_resume, **SAVING)
     assert_equal(theirs, ours)
     assert not torch.equal(ours.result[0]["body.weight"], ours.weights["body.weight"])
+
+
+def test_heads_are_loaded_from_a_checkpoint_that_holds_no_whole_model(tmp_path):
+    def heads(base):
+        class HeadsTrainer(base):
+            def _save(self, output_dir=None, state_dict=None):
+                folder = Path(output_dir or self.args.output_dir, "extra")
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file(dict(self.model.state_dict()), folder / "heads.safetensors")
+
+            def _load_from_checkpoint(self, resume_from_checkpoint):
+                self.model.extra = nn.Linear(1, 1)  # with the weights of its file
+                self.model.load_state_dict(load_file(Path(resume_from_checkpoint, "extra", "heads.safetensors")))
+
+        return HeadsTrainer
+
+    def use(trainer):
+        trainer.train()
+        again = type(trainer)(model=WithExtra(has_it=False), args=trainer.args, train_dataset=rows())
+        again.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-2"))
+        return dict(again.model.state_dict())
+
+    parts = {"model": lambda: WithExtra(has_it=True)}
+    theirs, ours = run_both(tmp_path, heads, use=use, parts=parts, optim="adamw_torch", **SAVING)
+    assert_equal(theirs, ours, but=("output_dir", "state_dict", "resume_from_checkpoint"))
+    assert all(torch.equal(value, ours.weights[name]) for name, value in ours.result.items())
+
+
+class WithExtra(Net):
+    def __init__(self, has_it):
+        super().__init__()
+        if has_it:
+            with torch.random.fork_rng():
+                torch.manual_seed(3)
+                self.extra = nn.Linear(1, 1)
+
+    def forward(self, x, labels=None):
+        return super().forward(x if not hasattr(self, "extra") else x * self.extra.weight, labels)
 
 
 def test_the_best_model_is_loaded_by_ones_own(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tr_core import Trainer, TrainingArguments
+from tr_core import Seq2SeqTrainer, Trainer, TrainingArguments
 from tr_core.testing import refused_hooks
 
 PAGE = Path(__file__).parents[2] / "packages" / "tr-core" / "docs" / "hooks.md"
@@ -37,6 +37,10 @@ def table():
 
 def test_each_method_of_transformers_is_here_or_refused():
     assert [name for name in methods(transformers.Trainer) if what_happens(name) is None] == []
+
+
+def test_each_method_of_the_trainer_that_generates_is_here():
+    assert [name for name in methods(transformers.Seq2SeqTrainer) if not hasattr(Seq2SeqTrainer, name)] == []
 
 
 def test_nothing_is_refused_that_transformers_does_not_have():

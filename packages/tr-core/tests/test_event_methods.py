@@ -90,6 +90,70 @@ def test_a_list_of_callbacks_with_its_own_call_event_sends_by_it(make_trainer):
     assert callback.seen[1] == (trainer.args, True, trainer.model)
 
 
+class Handler:
+    """A handler as that of transformers, which hands on a part of its own."""
+
+    reference = "first"
+
+    def __init__(self, callbacks):
+        self.callbacks, self.sent = list(callbacks), []
+
+    def on_log(self, args, state, control, logs):
+        return self.call_event("on_log", args, state, control, logs={**logs, "more": 1})
+
+    def call_event(self, event, args, state, control, **extra):
+        self.sent.append(event)
+        given = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference, **extra}
+        for callback in self.callbacks:
+            getattr(callback, event)(args, state, control, **given)
+        return control
+
+
+class Hearing(TrainerCallback):
+    def __init__(self):
+        self.heard = []
+
+    def on_step_end(self, args, state, control, reference=None, **context):
+        self.heard.append((state.global_step, reference, context["model"], context["optimizer"] is not None))
+
+    def on_log(self, args, state, control, logs=None, **context):
+        self.heard.append(logs["more"])
+
+
+def test_a_handler_as_that_of_transformers_sends_the_events_of_the_trainer_it_is_assigned_to(make_trainer):
+    trainer, callback = make_trainer(8, logging_steps=1, max_steps=2), Hearing()
+    handler = Handler(trainer.callback_handler.callbacks)
+    trainer.callback_handler = handler
+    trainer.add_callback(callback)
+    assert handler.callbacks[-1] is callback
+    trainer.callback_handler.reference = "second"
+    assert handler.reference == trainer.callback_handler.reference == "second"
+    trainer.control = trainer.callback_handler.on_init_end(trainer.args, trainer.state, trainer.control)
+    trainer.train()
+    assert callback.heard == [(1, "second", trainer.model, True), 1, (2, "second", trainer.model, True), 1, 1]
+    assert [handler.sent.count(event) for event in ("on_init_end", "on_train_end", "on_micro_batch_end")] == [1, 1, 0]
+    handler.callbacks.remove(callback)
+    assert callback not in trainer.callback_handler.callbacks
+    trainer.callback_handler.callbacks = [callback]
+    assert handler.callbacks == [callback]
+
+
+def test_a_handler_without_callbacks_or_events_is_refused_when_it_is_assigned(make_trainer):
+    trainer = make_trainer()
+    with pytest.raises(TypeError, match="cannot send events: it needs a list `callbacks` and a method `call_event`"):
+        trainer.callback_handler = object()
+
+
+def test_a_handler_is_not_replaced_in_a_run(make_trainer):
+    class Replacing(TrainerCallback):
+        def on_step_end(self, args, state, control, **context):
+            trainer.callback_handler = Handler([])
+
+    trainer = make_trainer(callbacks=[Replacing()])
+    with pytest.raises(RuntimeError, match="callback_handler was assigned while .*; call trainer.add_callback"):
+        trainer.train()
+
+
 def test_callbacks_of_these_packages_have_every_event_and_hear_only_those_that_they_use(make_trainer):
     handler = make_trainer(callbacks=[RunReport()], disable_tqdm=False).callback_handler
     for callback in handler.callbacks:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_an_override_that_nothing_would_call_is_refused(make_trainer, name):
 def test_the_accelerator_answers_for_the_strategy(make_trainer):
     trainer = make_trainer()
     own = trainer.accelerator
-    model = nn.Linear(2, 2)
+    model = nn.Linear(3, 3)
     assert (own.device, own.num_processes, own.process_index) == (torch.device("cpu"), 1, 0)
     assert own.is_main_process
     assert own.is_local_main_process
@@ -162,7 +163,7 @@ def test_the_accelerator_answers_for_the_strategy(make_trainer):
     assert own.prepare(model) is model
     assert own.prepare(1, model) == (1, model)
     assert own.prepare_data_loader([1]) == [1]
-    assert own.prepare_model(nn.Linear(2, 2), evaluation_mode=True).training is False
+    assert own.prepare_model(nn.Linear(3, 3), evaluation_mode=True).training is False
     assert torch.equal(own.gather(torch.tensor([1, 2])), torch.tensor([1, 2]))
     assert own.gather_for_metrics(["a"]) == ["a"]
     assert own.reduce(torch.tensor([1.0, 2.0]), "mean").tolist() == [1.0, 2.0]
@@ -230,8 +231,6 @@ def test_a_strategys_own_accelerator_is_the_trainers(make_args):
 def test_saving_by_a_hook_outside_a_save_is_refused(make_trainer):
     with pytest.raises(RuntimeError, match="_save_checkpoint was called outside a save of the run"):
         make_trainer()._save_checkpoint(None, None)
-    with pytest.raises(RuntimeError, match="was called outside a resume"):
-        make_trainer()._load_from_checkpoint("checkpoint-1")
 
 
 def test_an_override_of_save_writes_the_models_files(make_trainer, tmp_path):
@@ -282,6 +281,155 @@ def test_an_override_of_save_model_that_fails_ends_the_save_and_leaves_no_files(
     with pytest.raises(OSError, match="no space left"):
         trainer.train()
     assert list((tmp_path / "out").glob(".*")) == []
+
+
+def test_each_part_of_a_batch_is_prepared_by_the_hook_in_training_and_evaluation(make_trainer):
+    class Zeros(Trainer):
+        parts = []
+
+        def _prepare_input(self, data):
+            data = super()._prepare_input(data)
+            if isinstance(data, torch.Tensor):
+                self.parts.append(tuple(data.shape))
+                return data * 0 if data.is_floating_point() else data
+            return data
+
+    seen = []
+
+    class Watching(Classifier):
+        def forward(self, x, labels):
+            seen.append(x.abs().sum().item())
+            return super().forward(x, labels)
+
+    trainer = make_trainer(8, trainer_class=Zeros, model=Watching(), eval_dataset=samples(8), max_steps=1)
+    trainer.train()
+    trainer.evaluate()
+    assert set(seen) == {0.0}
+    assert len(seen) == 2
+    assert len(Zeros.parts) == 4
+    nested = trainer._prepare_input({"a": [torch.ones(1)], "b": (torch.ones(1), "text"), "c": Pair(torch.ones(1), 2)})
+    assert nested == {"a": [torch.zeros(1)], "b": (torch.zeros(1), "text"), "c": Pair(torch.zeros(1), 2)}
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_a_model_is_moved_by_the_hook_before_it_is_first_used(make_trainer, make_args):
+    class Moving(Trainer):
+        moved = ()
+
+        def _move_model_to_device(self, model, device):
+            self.moved = (*self.moved, (model, device))
+
+    trainer = make_trainer(8, trainer_class=Moving, max_steps=1, eval_dataset=samples(4))
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.moved == ((trainer.model, torch.device("cpu")),)
+    other = classifier()
+    Trainer._move_model_to_device(trainer, other, torch.device("meta"))
+    assert next(other.parameters()).is_meta
+
+
+def test_names_that_did_not_fit_are_logged_for_an_override_that_loads(make_trainer, caplog):
+    trainer = make_trainer()
+    result = trainer.model.load_state_dict({"layers.0.weight": torch.zeros(16, 8), "odd": torch.zeros(1)}, strict=False)
+    caplog.set_level("WARNING", logger="tr_core")
+    trainer._issue_warnings_after_load(result)
+    assert "unexpected names: odd" in caplog.text
+    assert "missing names: layers.0.bias" in caplog.text
+
+
+def test_the_tokenizer_is_the_processing_class(make_trainer):
+    trainer = make_trainer(tokenizer="first")
+    assert trainer.tokenizer == "first"
+    trainer.tokenizer = "second"
+    assert trainer.processing_class == "second"
+
+
+class Heads(Trainer):
+    """Adds a head to the model where it loads a checkpoint, and calls what it overrides in `inherits`."""
+
+    inherits = True
+    optimizer_then = "not called"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not hasattr(self.model, "head"):
+            self.model.head = nn.Linear(3, 3)
+        self.optimizer_then = self.optimizer
+        if self.inherits:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+class WithHead(Classifier):
+    def forward(self, x, labels):
+        out = super().forward(x, labels)
+        logits = self.head(out["logits"]) if hasattr(self, "head") else out["logits"]
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def with_head(has_it):
+    torch.manual_seed(0)
+    model = WithHead()
+    if has_it:
+        model.head = nn.Linear(3, 3)
+    return model
+
+
+def test_an_override_that_loads_the_model_does_so_before_there_is_an_optimizer(make_trainer):
+    kept = MemoryCheckpointer()
+    options = {"trainer_class": Heads, "checkpointer": kept, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = make_trainer(model=with_head(True), **options)
+    whole.train()
+    for source in (True, "memory/checkpoint-2"):
+        kept.saved = {2: kept.saved[2]}
+        resumed = make_trainer(model=with_head(False), **options)
+        resumed.train(resume_from_checkpoint=source)
+        assert resumed.optimizer_then is None
+        expected = whole.model.state_dict()
+        assert resumed.model.state_dict().keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+
+
+def test_weights_are_those_that_an_override_loads(make_trainer):
+    kept = MemoryCheckpointer()
+    options = {"checkpointer": kept, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make_trainer(model=classifier(), **options).train()
+
+    class Own(Trainer):
+        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+            self.folder = resume_from_checkpoint
+            nn.init.zeros_(self.model.layers[0].weight)
+
+    own = make_trainer(trainer_class=Own, model=classifier(), learning_rate=0.0, **options)
+    own.train(resume_from_checkpoint="memory/checkpoint-2")
+    assert own.folder == "memory/checkpoint-2"
+    assert not own.model.layers[0].weight.any()
+    assert own.state.global_step == 4
+
+
+def test_a_checkpoint_that_changes_while_an_override_loads_from_it_is_an_error(make_trainer):
+    class Older(MemoryCheckpointer):
+        def restore(self, parts, source=None, **options):
+            return super().restore(parts, f"checkpoint-{min(self.saved) if parts else max(self.saved)}", **options)
+
+    kept = Older()
+    options = {"checkpointer": kept, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make_trainer(model=classifier(), **options).train()
+    with pytest.raises(ValueError, match="the checkpoint of step 4 when the model was loaded, and is that of step 2"):
+        make_trainer(trainer_class=Recording, model=classifier(), **options).train(resume_from_checkpoint=True)
+
+
+def test_weights_of_a_checkpoint_are_loaded_by_hand(make_trainer):
+    kept = MemoryCheckpointer()
+    trainer = make_trainer(model=classifier(), checkpointer=kept, save_strategy="steps", save_steps=1, max_steps=2)
+    trainer.train()
+    trainer._load_from_checkpoint("memory/checkpoint-1")
+    saved = kept.saved[1]["model"]
+    assert all(torch.equal(value, saved[name]) for name, value in trainer.model.state_dict().items())
+    with pytest.raises(ValueError, match="loads into trainer.model; this Classifier is another model"):
+        trainer._load_from_checkpoint("memory/checkpoint-1", classifier())
 
 
 class OfTwo(SingleDevice):

@@ -206,6 +206,22 @@ def test_the_padding_token_is_that_of_the_tokenizer_or_of_the_model(make, proces
     assert trainer.predict(sentences()).predictions[0].tolist()[4:] == [fill] * 4
 
 
+def test_rows_are_padded_and_settings_loaded_by_the_methods_of_a_subclass(make):
+    class Own(Seq2SeqTrainer):
+        def _pad_tensors_to_max_len(self, tensor, max_length):
+            return torch.nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]), value=-7)
+
+        @staticmethod
+        def load_generation_config(gen_config_arg):
+            return Settings(max_length=6)
+
+    trainer = make(trainer_class=Own, generation_config=Settings(max_length=3))
+    output = trainer.predict(sentences())
+    assert trainer.model.generation_config.max_length == 6
+    assert output.predictions[0].tolist() == [0, 3, 4, 5, -7, -7]
+    assert output.label_ids[0].tolist() == [3, 4, -7, -7, -7, -7]
+
+
 def test_rows_that_cannot_be_padded_are_an_error(make):
     with pytest.raises(ValueError, match="rows of 2 tokens are to be padded to 8, but neither the tokenizer nor"):
         make(Generator(pad=None), generation_max_length=8).predict(sentences())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +343,58 @@ class CallbackList(EventMethods):
             return method(*args, **{**context, "loss": self.context().loss})
 
         return call
+
+
+class AdoptedCallbacks(CallbackList):
+    """Hold the callbacks of a `CallbackHandler` of transformers, which itself sends every event to them.
+
+    Both have one list of callbacks. The handler's other attributes are read and set here too.
+
+    Args:
+        handler: a handler, or one of a subclass.
+        context: as in `CallbackList`; the handler's `model`, `optimizer` and the like are set from it.
+    """
+
+    def __init__(self, handler: Any, context: Callable[[], EventContext]) -> None:
+        super().__init__(context, handler.callbacks)
+        self.handler = handler
+        self._index()
+
+    def call_event(self, event: str, *given: Any, **extra: Any) -> Any:
+        """Have the handler send an event."""
+        for name in self.parts:
+            setattr(self.handler, name, getattr(self, name))
+        send = getattr(self.handler, event, None) or partial(self.handler.call_event, event)
+        return send(*given, **extra)
+
+    def _index(self) -> None:
+        if "handler" in vars(self):
+            self.handler.callbacks = self._callbacks
+        super()._index()
+
+    def __getattr__(self, name: str) -> Any:
+        is_own = name in (*self.parts, *self.events) or "handler" not in vars(self)
+        return super().__getattr__(name) if is_own else getattr(self.handler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name in (*vars(self), *self.events) or hasattr(type(self), name) or "handler" not in vars(self)
+        object.__setattr__(self if is_own else self.handler, name, value)
+
+
+def adopted(handler: Any, context: Callable[[], EventContext]) -> CallbackList:
+    """Return a list of callbacks for a handler that was assigned to a Trainer.
+
+    Raises:
+        TypeError: it is neither such a list nor made as a `CallbackHandler` of transformers.
+    """
+    if isinstance(handler, CallbackList):
+        return handler
+    if not isinstance(getattr(handler, "callbacks", None), list) or not callable(getattr(handler, "call_event", None)):
+        raise TypeError(
+            f"trainer.callback_handler = {handler!r} cannot send events: it needs a list `callbacks` and a method "
+            "`call_event`, as a CallbackHandler of transformers has; or call trainer.add_callback"
+        )
+    return AdoptedCallbacks(handler, context)
 
 
 def _defines(callback: Any, event: str) -> bool:

@@ -51,6 +51,7 @@ TAKEN_AT_BEGIN: dict[str, str] = {
     "data_collator": "have the collator itself look at what changes",
     "optimizer": "change the options in its param_groups, or call its add_param_group",
     "strategy": _BEFORE,
+    "callback_handler": "call trainer.add_callback or remove_callback, or assign to its list callbacks",
     "model_init": _BEFORE,
     "optimizer_cls_and_kwargs": _BEFORE,
     "create_optimizer": _BEFORE,

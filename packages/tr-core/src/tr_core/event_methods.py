@@ -32,6 +32,7 @@ class EventMethods:
     """
 
     events: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[str, ...]] = _PARTS
     context: Callable[[], EventContext]
     fire: Callable[..., None]
     _index: Callable[[], None]

@@ -83,6 +83,14 @@ def to_device(data: Any, device: torch.device, *, copy: bool = False) -> Any:
     return data
 
 
+def map_items(function: Callable[[Any], Any], data: Any) -> Any:
+    """Call a function on each value of a mapping, list or tuple, and return one like it."""
+    if isinstance(data, Mapping):
+        return _rebuild(data, {name: function(value) for name, value in data.items()})
+    items = [function(value) for value in data]
+    return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+
+
 def _rebuild(original: Mapping[str, Any], moved: dict[str, Any]) -> Any:
     try:
         return type(original)(moved)  # type: ignore[call-arg]

@@ -19,6 +19,7 @@ _OVERRIDES = (
     "compute_loss",
     "call_model",
     "_prepare_inputs",
+    "_prepare_input",
     "_prepare_context_parallel_inputs",
     "_split_labels",
     "compute_loss_context_manager",

@@ -13,7 +13,7 @@ from tr_core.checkpoint.log_files import FOLDER
 from tr_core.checkpoint.saving import checkpoint_parts, readable_model_parts
 from tr_core.checkpoint.settings import Settings
 from tr_core.plan import epochs_for
-from tr_core.protocols import EvaluationWeights, Restored
+from tr_core.protocols import Checkpointer, EvaluationWeights, Restored
 from tr_core.run import Run
 from tr_core.state import TrainerState
 from tr_log import get_logger
@@ -29,29 +29,55 @@ _OPTIONAL = ("settings", "scaler")
 _FROM_ARGUMENTS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
-def resume_run(run: Run, resume: Resume, fresh: TrainerState) -> Path | None:
+def find_checkpoint(checkpointer: Checkpointer, output_dir: str, resume: Resume) -> Restored:
+    """Find the checkpoint that a resume takes, and verify it; nothing is loaded.
+
+    Raises:
+        ValueError: there is none and `resume` is not `auto`, or the named one is damaged.
+    """
+    checkpointer.restore({}, source=source_of(resume), only_read=("trainer_state",))
+    return _found(cast("Restored", checkpointer.restored), output_dir, resume)
+
+
+def resume_run(run: Run, resume: Resume, fresh: TrainerState, loaded: Restored | None = None) -> Path | None:
     """Load a checkpoint into all parts, and fit run and state to it; return its folder, None if `auto` found none.
+
+    Args:
+        run: the run.
+        resume: the checkpoint.
+        fresh: the state of a new run.
+        loaded: the checkpoint that the model was loaded from before; None loads the model too.
 
     Raises:
         ValueError: there is no checkpoint and `resume` is not `auto`, the named one is damaged, or it cannot resume
             with the current arguments. The message says why.
     """
-    restored = _restore(run, resume)
+    restored = _restore(run, resume, loaded)
     if restored.step is None:
         return None
+    if loaded is not None and restored.step != loaded.step:
+        raise ValueError(
+            f"resume_from_checkpoint={resume!r} was the checkpoint of step {loaded.step} when the model was loaded, "
+            f"and is that of step {restored.step} now: give the folder of one checkpoint"
+        )
     sources = [Path(run.methods.args.output_dir).absolute(), Path(restored.source or "").parent]
     run.log_files.read(run.methods.state.log_history, [each / FOLDER for each in sources])
     _fit_to_arguments(run, fresh, restored.states["scheduler"])
     return restored.source
 
 
-def _restore(run: Run, resume: Resume) -> Restored:
-    args, callbacks = run.methods.args, run.methods.callback_handler
-    automatic = resume is True or str(resume) in ("auto", "True", "true")
-    source = None if automatic else str(resume)
-    # All parts, also with save_only_model: without optimizer and position it would silently be another run.
+def source_of(resume: Resume) -> str | None:
+    """Return what a checkpointer takes; None for the newest of the run's own folder."""
+    return None if resume is True or str(resume) in ("auto", "True", "true") else str(resume)
+
+
+def _restore(run: Run, resume: Resume, loaded: Restored | None) -> Restored:
     methods = run.methods
-    model = readable_model_parts(run.strategy, methods.model, methods.model_wrapped)
+    args, callbacks, source = methods.args, methods.callback_handler, source_of(resume)
+    model = {} if loaded is not None else readable_model_parts(run.strategy, methods.model, methods.model_wrapped)
+    if loaded is not None and source is None:
+        source = str(loaded.source)
+    # All parts, also with save_only_model: without optimizer and position it would silently be another run.
     parts = {
         **checkpoint_parts(run, model),
         "callbacks": CallbackStates(callbacks, restores=args.restore_callback_states_from_checkpoint),
@@ -61,10 +87,14 @@ def _restore(run: Run, resume: Resume) -> Restored:
     restored = restore_parts(run.methods.checkpointer(), parts, source, optional=_OPTIONAL, only_read=only_read)
     if restored.step is not None and "scaler" in parts and "scaler" not in restored.loaded:
         logger.info("the checkpoint holds no loss scale, as it was saved without fp16: it starts over")
+    return _found(restored, args.output_dir, resume)
+
+
+def _found(restored: Restored, output_dir: str, resume: Resume) -> Restored:
     if restored.step is None and resume != "auto":
         found = f" (skipped {'; '.join(restored.skipped)})" if restored.skipped else ""
         raise ValueError(
-            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {args.output_dir!r}"
+            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {output_dir!r}"
             f"{found}; give the folder of one, or resume_from_checkpoint='auto' to start over where there is none"
         )
     return restored

@@ -110,6 +110,15 @@ class Attributes(TrainerParts):
         self.args.hub_model_id = name
 
     @property
+    def tokenizer(self) -> Any:
+        """The tokenizer or processor, which is called `processing_class` now; an assignment sets that."""
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.processing_class = tokenizer
+
+    @property
     def label_smoother(self) -> LabelSmoother | None:
         """What smooths the labels, None without `label_smoothing_factor`; an assignment sets that argument."""
         return self.loss_function if isinstance(self.loss_function, LabelSmoother) else None

@@ -17,12 +17,16 @@ import torch
 from torch import nn
 
 from tr_core.checkpoint import own_layout, saving
+from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.own_loading import OwnLoading
+from tr_core.checkpoint.restoring import Resume, find_checkpoint, source_of
+from tr_core.checkpoint.saving import readable_model_parts
 from tr_core.data.loaders import SeededLoader, eval_loader, keeping_columns, train_loader
 from tr_core.data.sampler import call_sampler_method
 from tr_core.evaluation.gather import gather_tree
-from tr_core.model_io import kept_columns, main_input_name, to_device
-from tr_core.protocols import Strategy
+from tr_core.model import place_on_device
+from tr_core.model_io import kept_columns, main_input_name, map_items, to_device
+from tr_core.protocols import Restored, Strategy
 from tr_core.signatures import takes_argument
 from tr_core.trainer.attributes import Attributes
 
@@ -53,6 +57,7 @@ class Hooks(Attributes):
     _is_saving_beside = False
     _state_to_save: dict[str, Any] | None = None
     _loadings: Mapping[str, OwnLoading] = {}
+    _found_at: Mapping[str, str] = {}  # in a resume: what the folder that an override gets is read from
 
     # Processes
 
@@ -71,14 +76,20 @@ class Hooks(Attributes):
 
     get_sp_size = get_cp_size = get_tp_size
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move a model to a device, unless its loader placed it; an override is called before a model is first used."""
+        place_on_device(model, device)
+
     # Steps
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return a batch on the device; an override may build the inputs of the model from it."""
-        return to_device(inputs, self.strategy.device)
+        return self._prepare_input(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
-        """Return tensors on the device, inside mappings, lists and tuples too."""
+        """Return a part of a batch on the device. An override is called for each, inside mappings, lists and tuples."""
+        if isinstance(data, Mapping | list | tuple) and self.overrides("_prepare_input"):
+            return map_items(self._prepare_input, data)
         return to_device(data, self.strategy.device)
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Callable[[], Any], Any]:
@@ -272,31 +283,64 @@ class Hooks(Attributes):
         """Return the folder of the checkpoints, for `trial` of a search."""
         return str(self.args.output_dir)
 
+    @property
+    def loads_model_first(self) -> bool:
+        """Whether an override loads the model of a resume before there is an optimizer, as under transformers."""
+        strategy = self.strategy
+        is_divided = strategy.binds_optimizer or strategy.forward_is_collective
+        return self.overrides("_load_from_checkpoint") and not is_divided
+
+    def load_model(self, resume: Resume) -> Restored | None:
+        """Have an override load the model of a checkpoint, and return that; None if `auto` found none."""
+        found = find_checkpoint(self.checkpointer(), self.args.output_dir, resume)
+        if found.step is None:
+            return None
+        folder = str(found.source)
+        self._set("_found_at", {folder: source_of(resume) or folder})
+        try:
+            self._load_from_checkpoint(folder)
+        finally:
+            self._set("_found_at", {})
+        self.prepare()  # it may have put modules into the model
+        return found
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights of the checkpoint that a resume has read; called by a resume, if it is overridden."""
-        if not self._loadings:
-            raise RuntimeError(
-                f"_load_from_checkpoint({resume_from_checkpoint!r}) was called outside a resume; call "
-                "trainer.train(resume_from_checkpoint=...)"
+        """Load the weights of a checkpoint, and nothing else. Collective; a resume calls an override of this.
+
+        Raises:
+            ValueError: there is no checkpoint, or `model` is not the Trainer's.
+        """
+        if "_load_from_checkpoint" in self._loadings:
+            self._loadings["_load_from_checkpoint"].load()
+            return
+        wrapped = self.prepare()
+        if model is not None and model is not self.model and model is not wrapped:
+            raise ValueError(
+                f"_load_from_checkpoint loads into trainer.model; this {type(model).__name__} is another model: call "
+                "its load_state_dict"
             )
-        self._load_own("_load_from_checkpoint")
+        source = self._found_at.get(resume_from_checkpoint, resume_from_checkpoint)
+        restore_parts(self.checkpointer(), readable_model_parts(self.strategy, self.model, wrapped), source)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both from the checkpoint that a resume has read; called by a resume, if it is overridden."""
-        self._load_own("_load_optimizer_and_scheduler")
+        if "_load_optimizer_and_scheduler" in self._loadings:
+            self._loadings["_load_optimizer_and_scheduler"].load()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Log the names that were missing or unexpected when an override loaded weights by itself."""
+        for kind in ("missing", "unexpected"):
+            if names := getattr(load_result, f"{kind}_keys"):
+                self.logger.warning("the loaded weights have %s names: %s", kind, ", ".join(names))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing: a resume has restored the generators when it calls this, for overrides that load more."""
 
-    def _load_own(self, name: str) -> None:
-        if name in self._loadings:
-            self._loadings[name].load()
-
     @contextmanager
     def loading(self, optimizer: Any, schedule: Any) -> Iterator[Callable[[str], None]]:
-        """Return a block for a resume, with what calls the overrides of the three methods above afterwards."""
+        """Return a block for a resume, with what calls the overrides of the methods above afterwards."""
         parts = {
-            "_load_from_checkpoint": {"the model": self.model},
+            **({} if self.loads_model_first else {"_load_from_checkpoint": {"the model": self.model}}),
             "_load_optimizer_and_scheduler": {"the optimizer": optimizer, "the schedule": schedule},
             "_load_rng_state": {},
         }

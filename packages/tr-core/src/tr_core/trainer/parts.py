@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_args.serialization import make_folders_absolute
-from tr_core.callback import CallbackList
+from tr_core.callback import CallbackList, adopted
 from tr_core.callbacks.defaults import default_callbacks
 from tr_core.callbacks.evaluation_weights import OptimizerMode
 from tr_core.capture.conditions import check_step_compile
@@ -87,6 +87,8 @@ class TrainerParts:
     create_accelerator_and_postprocess: Callable[..., None]
     save_model: Callable[..., None]
     optimizer_in_evaluation: Callable[..., AbstractContextManager[None]]
+    place_model_on_device: Any
+    _move_model_to_device: Callable[..., object]
     _save_companions: Callable[..., None]
     _get_output_dir: Callable[..., str]
     _checkpointer_made_of: dict[str, Any] | None = None
@@ -207,6 +209,8 @@ class TrainerParts:
         if self._prepared != (now := self._structure()):
             if self.args.use_liger_kernel and not self._is_prepared:
                 apply_liger_kernel(self.model, self.args.liger_kernel_config)
+            if not self._is_prepared and self.overrides("_move_model_to_device") and self.place_model_on_device:
+                self._move_model_to_device(self.model, self.strategy.device)
             self.model_wrapped = self.strategy.prepare(self.model)
             now = self._structure()
         self._prepared = now
@@ -253,12 +257,8 @@ class TrainerParts:
                 f"trainer.{name} was assigned while training: the run that is under way took it when it began; "
                 f"{TAKEN_AT_BEGIN[name]}"
             )
-        if name == "model":
-            self._assign_model(value)
-        elif name == "args":
-            self._assign_args(value)
-        elif name == "strategy":
-            self._assign_strategy(value)
+        if name in _ASSIGN:
+            getattr(self, _ASSIGN[name])(value)
         else:
             object.__setattr__(self, name, value)
         if name in ("optimizer", "lr_scheduler"):
@@ -282,6 +282,9 @@ class TrainerParts:
         check_model(model, None)
         self._set_model(model)
         self._model_is_fresh = True
+
+    def _assign_handler(self, handler: Any) -> None:
+        self._set("callback_handler", adopted(handler, self.event_context))
 
     def _assign_strategy(self, strategy: Strategy) -> None:
         check_same_process(strategy, self.strategy)
@@ -340,7 +343,7 @@ class TrainerParts:
         self._loss_takes_count = takes_argument(self.compute_loss, "num_items_in_batch")
         self.step_function = self.step_of(with_count(self.training_step))
         # A step calls these methods only if they are overridden.
-        self.prepares_inputs = self.overrides("_prepare_inputs")
+        self.prepares_inputs = self.overrides("_prepare_inputs", "_prepare_input")
         self.splits_sequences = self.overrides("_prepare_context_parallel_inputs")
         self.counts_by_override = self.overrides("_get_num_items_in_batch")
         is_own = self.overrides("compute_loss_context_manager", "autocast_smart_context_manager")
@@ -394,6 +397,14 @@ class TrainerParts:
         pads = hasattr(self.processing_class, "pad")
         return DataCollatorWithPadding(self.processing_class) if pads else default_data_collator
 
+
+# Attributes whose assignment does more than keep the value -> the method that does it.
+_ASSIGN = {
+    "args": "_assign_args",
+    "callback_handler": "_assign_handler",
+    "model": "_assign_model",
+    "strategy": "_assign_strategy",
+}
 
 # Python shows this name in its errors: it must be the class that a user wrote, not its base class.
 TrainerParts.__init__.__qualname__ = "Trainer.__init__"

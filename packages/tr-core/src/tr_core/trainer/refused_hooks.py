@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LOOP = "override training_step, or give a callback with the events of that moment"
+_LOOP = "override training_step or get_batch_samples, or give a callback with the events of that moment"
 _STATE = "give a callback state_dict() and load_state_dict(), which every checkpoint saves and restores"
 # Hooks of transformers that no run of this Trainer has -> what to override in their place.
 REFUSED: dict[str, str] = {
@@ -16,14 +16,12 @@ REFUSED: dict[str, str] = {
     "_hp_search_setup": "pass hp_space or model_init to hyperparameter_search",
     "_init_training_state": _LOOP,
     "_inner_training_loop": _LOOP,
-    "_issue_warnings_after_load": "nothing in its place: keys that do not fit are an error",
+    "_issue_warnings_after_load": "override _load_from_checkpoint: elsewhere names that do not fit are an error",
     "_load_callback_state": _STATE,
     "_load_scaler": _STATE,
     "_mixed_mesh_grad_norm": "override _clip_grad_norm",
-    "_move_model_to_device": "set place_model_on_device of the arguments to False",
     "_nested_gather": "override evaluation_loop",
     "_prepare_for_training": "give a callback with on_train_begin",
-    "_prepare_input": "override _prepare_inputs",
     "_report_to_hp_search": "pass compute_objective to hyperparameter_search",
     "_run_epoch": _LOOP,
     "_sync_replicated_trainable_parameters": "pass strategy= to the Trainer",

@@ -128,6 +128,10 @@ class Running(Stepping, Publishing, Optimizing, Searching):
             lock_output_dir(self.checkpointer())
         if type(self) is not self.own_class and strategy.rank == 0 and not args.fast_dev_run:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # overrides may write there
+        loaded = None
+        if resume not in (None, False) and self.loads_model_first:
+            with stage("resume"):
+                loaded = self.load_model(resume)
         with stage("data"):
             loader = self.get_train_dataloader()
             data = training_batches(loader, args, strategy)
@@ -144,7 +148,7 @@ class Running(Stepping, Publishing, Optimizing, Searching):
         resumed = None
         if resume not in (None, False):
             with stage("resume"), self.loading(optimizer, schedule) as load_by_overrides:
-                resumed = resume_run(run, resume, self._fresh_state(plan))
+                resumed = resume_run(run, resume, self._fresh_state(plan), loaded)
                 if resumed is not None:
                     load_by_overrides(str(resumed))
         if resumed is None and args.save_strategy != "no":

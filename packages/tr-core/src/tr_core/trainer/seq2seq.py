@@ -133,10 +133,20 @@ class Seq2SeqTrainer(Trainer):
                 "num_return_sequences at 1"
             )
         length = longest_row(options, settings, known, has_encoder=self._has_encoder())
-        fill = padding_token(self.processing_class, settings, getattr(self.model, "config", None))
-        if isinstance(labels, torch.Tensor) and labels.dim() > 1:
-            labels = pad_rows(labels, length, fill)
-        return loss, pad_rows(tokens, length, fill), labels
+        if isinstance(labels, torch.Tensor) and labels.dim() > 1 and labels.shape[-1] < length:
+            labels = self._pad_tensors_to_max_len(labels, length)
+        if tokens.shape[-1] < length:
+            tokens = self._pad_tensors_to_max_len(tokens, length)
+        return loss, tokens, labels
+
+    def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
+        """Return rows of tokens padded to a length, with the padding token at their end."""
+        config = getattr(self.model, "config", None)
+        return pad_rows(tensor, max_length, padding_token(self.processing_class, self._settings(), config))
+
+    def load_generation_config(self, gen_config_arg: Any) -> Any:
+        """Return generation settings: a copy of an object, or those in a dict, a file, a folder or a repository."""
+        return load_generation_config(gen_config_arg, self.model)
 
     # Internal
 
@@ -148,7 +158,7 @@ class Seq2SeqTrainer(Trainer):
                 "not; set predict_with_generate=False"
             )
         if self.args.generation_config is not None:
-            settings = load_generation_config(self.args.generation_config, model)
+            settings = self.load_generation_config(self.args.generation_config)
             model.generation_config = settings  # type: ignore[assignment]
 
     @contextmanager
