@@ -5,9 +5,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+import transformers
 from habit_parts import rows
 from subclass_parts import assert_equal, class_rows, run_both
+
+import tr_core
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
@@ -315,3 +319,21 @@ def test_an_own_loop_over_the_batches_takes_the_place_of_evaluate(tmp_path):
     assert last == again
     assert ours.history == [*before, last, end]
     assert all(torch.equal(value, theirs.weights[name]) for name, value in ours.weights.items())
+
+
+def test_a_copy_of_the_evaluation_of_a_run_reports_to_a_search_that_is_not_there(tmp_path):
+    def copying(base):
+        return type("CopyingTrainer", (base,), {"_evaluate": transformers.Trainer._evaluate})
+
+    parts = {"eval_dataset": lambda: class_rows(5, seed=1), "compute_metrics": accuracy}
+    theirs, ours = run_both(tmp_path, copying, classes=True, parts=parts, **EVALUATED)
+    assert_equal(theirs, ours)
+    assert "eval_accuracy" in ours.history[2]
+
+
+def test_a_copy_of_the_evaluation_loop_is_refused_at_what_is_not_here(make_trainer):
+    class CopyingTrainer(tr_core.Trainer):
+        evaluation_loop = transformers.Trainer.evaluation_loop
+
+    with pytest.raises(AttributeError, match=r"_wrap_model is .* call super\(\)\.evaluation_loop, or override"):
+        make_trainer(CopyingTrainer, eval_dataset=rows(4)).evaluate()

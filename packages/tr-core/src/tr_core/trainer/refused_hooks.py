@@ -29,7 +29,8 @@ REFUSED: dict[str, str] = {
     "_tune_save_checkpoint": "override _save_checkpoint",
     "_update_auto_batch_size": "set auto_find_batch_size=False",
     "_validate_args": "check the arguments in __init__",
-    "_wrap_model": "pass strategy= to the Trainer, whose prepare wraps the model",
+    "_wrap_model": "pass strategy= to the Trainer, whose prepare wraps the model; for a copy of evaluation_loop "
+    "call super().evaluation_loop, or override prediction_step",
     "get_cp_size": "pass strategy= to the Trainer",
     "get_sp_size": "pass strategy= to the Trainer",
     "get_tp_size": "pass strategy= to the Trainer",

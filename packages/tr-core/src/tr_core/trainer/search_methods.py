@@ -98,6 +98,10 @@ class Searching(Hooks):
         if self.search is not None and self.trial is not None:
             self.search.report(metrics)
 
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Report the metrics of an evaluation to a search; without one do nothing."""
+        self.report_trial(metrics)
+
     def trial_state(self) -> dict[str, Any]:
         """Return the state's fields about the trial of a run; empty outside of a search."""
         if self.trial is None:
