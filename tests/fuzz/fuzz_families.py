@@ -99,7 +99,7 @@ def _for_evaluation(rng, run):
     follows = run.schedule == "reduce_lr_on_plateau"
     if follows:
         needed |= {"warmup": 0, "evaluation": "epoch" if run.evaluation == "no" else run.evaluation}
-    if run.schedule == "polynomial" and run.warmup >= run.steps:
+    if run.schedule == "polynomial" and run.warmup and run.steps <= max(run.warmup, 1):
         needed["warmup"] = 0  # by hand, and with transformers, it divides by what is left
     if follows or run.best or run.patience:
         needed["eval_sets"] = False
