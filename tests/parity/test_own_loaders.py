@@ -4,8 +4,13 @@ import parity_data as data
 import parity_models as models
 import pytest
 import torch
-from parity_harness import OURS, REFERENCE, Scenario, assert_same, run, same_tensors
-from torch.utils.data import DataLoader, Sampler
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from parity_harness import OURS, REFERENCE, Scenario, assert_same, build, run, run_both, same_tensors
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+
+# A short last batch of a loader of one's own counts as a whole one in the speed that is logged at the end.
+BUT = ("rates",)
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 3}
 
@@ -62,7 +67,7 @@ def with_loader(options, num_workers=0):
 def assert_goes_on(scenario, folder, steps):
     """Compare whole runs of both, and runs of both that were resumed after each of these steps with the whole one."""
     reference, ours = (run(side, scenario, folder / side.name) for side in (REFERENCE, OURS))
-    assert_same(reference, ours)
+    assert_same(reference, ours, but=BUT)
     for side, whole in ((REFERENCE, reference), (OURS, ours)):
         for step in steps:
             checkpoint = str(folder / side.name / f"checkpoint-{step}")
@@ -78,3 +83,66 @@ def test_batches_of_several_data_sets_are_the_same_after_a_resume(num_workers, t
         models.Mlp, data.classes(24), arguments=SAVING, subclass=with_loader(of_several_data_sets, num_workers)
     )
     assert_goes_on(scenario, tmp_path, (1, 4, 6, 9, 17))
+
+
+def of_the_usual_sampler(trainer):
+    return {"batch_size": 4, "sampler": trainer._get_train_sampler()}
+
+
+SHUFFLED = {
+    "shuffle": lambda trainer: {"batch_size": 4, "shuffle": True},
+    "the usual sampler": of_the_usual_sampler,
+    "a sampler with a generator": lambda trainer: {
+        "batch_size": 4,
+        "sampler": RandomSampler(trainer.train_dataset, generator=torch.Generator().manual_seed(3)),
+    },
+    "with replacement": lambda trainer: {
+        "batch_size": 4,
+        "sampler": RandomSampler(trainer.train_dataset, replacement=True, num_samples=18),
+    },
+    "a batch sampler": lambda trainer: {
+        "batch_sampler": BatchSampler(RandomSampler(trainer.train_dataset), 4, drop_last=False)
+    },
+    "weighted": lambda trainer: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0, 2.0] * 9, 18)},
+}
+
+
+@pytest.mark.parametrize("seeds", [{}, {"seed": 5}, {"seed": 5, "data_seed": 9}], ids=["usual", "seed", "data seed"])
+def test_a_prepared_loader_of_the_usual_sampler_has_the_order_of_the_reference(seeds, tmp_path):
+    subclass = with_loader(of_the_usual_sampler)
+    arguments = {**SAVING, **seeds}
+    scenario = Scenario(models.dropping_mlp, data.classes(), arguments=arguments, subclass=subclass)
+    ours = assert_goes_on(scenario, tmp_path, (1, 5, 7, 14))
+    orders = [torch.cat([batch["x"] for batch in ours.batches.train[begin : begin + 5]]) for begin in (0, 5, 10)]
+    assert not torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[1], orders[2])
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_a_prepared_loader_has_the_order_of_the_reference(kind, tmp_path):
+    scenario = Scenario(
+        models.dropping_mlp,
+        data.classes(),
+        arguments={"num_train_epochs": 3, "data_seed": 9},
+        subclass=with_loader(SHUFFLED[kind]),
+    )
+    assert_same(*run_both(scenario, tmp_path), but=BUT)
+
+
+def test_a_prepared_loader_of_another_order_keeps_it(tmp_path):
+    arguments = {"num_train_epochs": 2, "train_sampling_strategy": "sequential"}
+    scenario = Scenario(models.Mlp, data.classes(), arguments=arguments, subclass=with_loader(of_the_usual_sampler))
+    assert_same(*run_both(scenario, tmp_path), but=BUT)
+
+
+def test_an_accelerator_of_the_users_own_takes_the_usual_sampler_for_torchs(tmp_path):
+    """Without that, ranks whose generators differ would each have an order of their own."""
+    trainer = build(OURS, Scenario(models.Mlp, data.classes()), tmp_path).trainer
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=4)
+    loader = DataLoader(trainer.train_dataset, batch_size=4, sampler=trainer._get_train_sampler())
+    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+    order = list(prepared.batch_sampler.sampler)
+    assert order == torch.randperm(18, generator=torch.Generator().manual_seed(4)).tolist()
+    sampler = trainer._get_train_sampler()
+    sampler.generator = torch.Generator().manual_seed(4)  # as accelerate sets it for several processes otherwise
+    assert list(sampler) == order

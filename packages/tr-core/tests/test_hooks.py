@@ -11,7 +11,7 @@ from support.checkpointer import MemoryCheckpointer
 from support.data import samples
 from support.models import Classifier
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
 from tr_core.loss import StepScope
@@ -465,6 +465,39 @@ def test_a_loader_is_not_divided_by_prepare_and_says_so():
         own.prepare_data_loader(DataLoader(samples(4)))
     alone = StrategyAccelerator(lambda: SingleDevice("cpu"), None, StepScope())
     assert isinstance(alone.prepare(DataLoader(samples(4))), DataLoader)
+
+
+def seeded_orders(seed, count=10):
+    return [torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch)).tolist() for epoch in range(3)]
+
+
+@pytest.mark.parametrize(("seed", "data_seed"), [(3, None), (5, 3)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"sampler": RandomSampler(range(10), generator=torch.Generator())},
+        {"batch_sampler": BatchSampler(RandomSampler(range(10)), 4, drop_last=False)},
+        {"sampler": BatchSampler(RandomSampler(range(10)), 4, drop_last=False), "batch_size": None},
+    ],
+    ids=["shuffle", "sampler", "batch sampler", "batches as a sampler"],
+)
+def test_a_prepared_loader_shuffles_by_seed_and_epoch(options, seed, data_seed):
+    args = SimpleNamespace(seed=seed, data_seed=data_seed)
+    own = StrategyAccelerator(lambda: SingleDevice("cpu"), lambda: args, StepScope())
+    loader = DataLoader(torch.arange(10), **options)
+    assert own.prepare(loader) is loader
+    assert [torch.cat(list(loader)).tolist() for _ in range(3)] == seeded_orders(3)
+    for number in (2, 0):
+        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        batches.sampler.set_epoch(number)
+        assert torch.cat(list(loader)).tolist() == seeded_orders(3)[number]
+
+
+def test_a_loader_of_a_random_order_is_refused_in_several_processes():
+    own = StrategyAccelerator(lambda: OfTwo("cpu"), None, StepScope())
+    with pytest.raises(RuntimeError, match="would give each of 2 processes all batches"):
+        own.prepare(DataLoader(samples(4), shuffle=True))
 
 
 def test_backward_of_a_filler_sample_adds_nothing():

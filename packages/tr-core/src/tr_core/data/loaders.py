@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from tr_args import TrainingArguments
 from tr_args.fields.saving import SavingFields
@@ -189,11 +189,60 @@ class UsualOrder(Sampler[int]):
         elif self._grouping is not None:
             yield from in_its_memory(self._grouping().arrange(draw_permutation(count)))
         else:
-            seed = int(torch.empty((), dtype=torch.int64).random_())  # as RandomSampler draws it
-            if self._strategy == "random_computed":
-                yield from ComputedOrder(count, seed, 0)
-            else:
-                yield from in_its_memory(draw_permutation(count, torch.Generator().manual_seed(seed)))
+            yield from ComputedOrder(count, _draw_seed(), 0)
+
+
+class UsualRandomOrder(UsualOrder, RandomSampler):
+    """The usual order where it is a random one: torch's, in less memory, and what accelerate takes for torch's."""
+
+    def __init__(self, dataset: Any) -> None:
+        UsualOrder.__init__(self, dataset, "random")
+        RandomSampler.__init__(self, dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(_draw_seed()) if self.generator is None else self.generator
+        yield from in_its_memory(draw_permutation(len(self), generator))
+
+
+def _draw_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_())  # as RandomSampler draws it
+
+
+class SeededOrder(RandomSampler):
+    """Samples of a `RandomSampler` in an order of seed and epoch alone, as accelerate draws them in its place.
+
+    Each whole iteration is of the epoch after the last one, unless `set_epoch` says another.
+    """
+
+    def __init__(self, sampler: RandomSampler, seed: int) -> None:
+        generator = torch.Generator() if sampler.generator is None else sampler.generator
+        super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples, generator)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of an epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+def seed_order(loader: DataLoader[Any], args: Callable[[], TrainingArguments]) -> None:
+    """Put a sampler of seed and epoch into the place of a loader's `RandomSampler`, if it has one.
+
+    Mutates the loader's batch sampler, as accelerate does.
+    """
+    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, RandomSampler):
+        batches.sampler = SeededOrder(sampler, data_seed(args()))
+
+
+def data_seed(args: TrainingArguments) -> int:
+    """Return the seed of the order of the training data."""
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def usual_order(dataset: Any, args: TrainingArguments, collectives: Collectives, input_name: str) -> UsualOrder | None:
@@ -203,6 +252,8 @@ def usual_order(dataset: Any, args: TrainingArguments, collectives: Collectives,
     strategy, grouping = args.train_sampling_strategy, None
     if strategy == "group_by_length":
         grouping = partial(_grouping, dataset, args, collectives, input_name)
+    elif strategy == "random" and len(dataset):  # torch's refuses data without a sample
+        return UsualRandomOrder(dataset)
     return UsualOrder(dataset, strategy, grouping)
 
 
@@ -224,7 +275,7 @@ def train_loader(
     """
     strategy = args.train_sampling_strategy
     order: dict[str, Any] = {
-        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "seed": data_seed(args),
         "shuffle": strategy != "sequential",
         "own": None if isinstance(sampler, UsualOrder) else sampler,
         "follows_epoch": True,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from tr_args import TrainingArguments
-from tr_core.data.loaders import SeededLoader
+from tr_core.data.loaders import SeededLoader, seed_order
 from tr_core.evaluation.gather import gather_tree, map_tensors
 from tr_core.loss import StepScope
 from tr_core.model_io import to_device
@@ -160,7 +160,9 @@ class StrategyAccelerator:
         return self._scope.is_last
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """Return the objects as they are, a model on the device: the Trainer prepares what it trains.
+        """Return the same objects, a model on the device: the Trainer prepares what it trains.
+
+        A loader that shuffles by torch's `RandomSampler` does so by seed and epoch then, as accelerate has it.
 
         Raises:
             RuntimeError: a loader would have to be divided between processes.
@@ -172,6 +174,9 @@ class StrategyAccelerator:
                 "divided; or give your loader a DistributedSampler and do not prepare it; or pass Trainer(..., "
                 "strategy=tr_dist.AcceleratorStrategy(accelerator)), whose accelerator divides it"
             )
+        for item in objects:
+            if isinstance(item, DataLoader):
+                seed_order(item, self._args)
         placed = tuple(self.prepare_model(item) if isinstance(item, nn.Module) else item for item in objects)
         return placed if len(placed) != 1 else placed[0]
 
@@ -184,7 +189,7 @@ class StrategyAccelerator:
         return model.eval() if evaluation_mode else model
 
     def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
-        """Return the loader as it is: the Trainer places its batches, and divides what its own loaders read.
+        """Return the same loader, as `prepare` does: the Trainer places its batches, and divides its own loaders'.
 
         Raises:
             RuntimeError: it would have to be divided between processes.
