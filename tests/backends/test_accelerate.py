@@ -386,3 +386,18 @@ def test_the_group_of_an_accelerator_stays_open_until_the_exit(tmp_path):
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     ends = run_script(hold_a_group_of_accelerate, ranks, str(tmp_path), limit_s=TIME_LIMIT_S)
     assert [end.code for end in ends] == [0, 0], ends
+
+
+def test_a_subclass_logs_by_accelerate_before_its_trainer_is_built(tmp_path, caplog, monkeypatch):
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Early(Trainer):
+        def __init__(self, *args, **kwargs):
+            accelerate.logging.get_logger("early").warning("of the data")
+            super().__init__(*args, **kwargs)
+
+    trainer = Early(Network(), TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=Rows(4))
+    assert "of the data" in caplog.text
+    assert accelerate.PartialState().device == trainer.args.device == torch.device("cpu")
+    assert not torch.distributed.is_initialized()

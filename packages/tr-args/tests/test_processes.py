@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -232,3 +234,52 @@ def test_processes_meet_in_a_folder_of_their_own_that_an_earlier_run_left(tmp_pa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main_process_first._place(7, None) == main_process_first._place(7, None)
     assert main_process_first._place(7, None).stat().st_mode & 0o777 == 0o700
+
+
+class State:
+    """Stands for accelerate's, which all its objects share."""
+
+    def __init__(self, cpu):
+        self._shared_state["cpu"] = cpu
+
+
+@pytest.fixture
+def accelerate(monkeypatch):
+    """Put accelerate's logger in place, as if it were imported, outside a launch."""
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(State, "_shared_state", {}, raising=False)
+    monkeypatch.setitem(sys.modules, "accelerate.logging", SimpleNamespace(PartialState=State))
+
+
+def test_the_state_of_accelerate_is_there_once_there_are_arguments(accelerate):
+    @dataclass
+    class Logging(TrainingArguments):
+        def __post_init__(self):
+            super().__post_init__()
+            self.seen = dict(State._shared_state)
+
+    assert Logging("out", use_cpu=True).seen == {"cpu": True}
+    TrainingArguments("out", use_cpu=False)
+    assert State._shared_state == {"cpu": True}  # whoever made it
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LOCAL_RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
+    ],
+)
+def test_in_a_launch_arguments_make_no_state_of_accelerate(accelerate, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    TrainingArguments("out", use_cpu=True).check()
+    assert State._shared_state == {}
+
+
+def test_without_accelerate_there_is_no_state(monkeypatch):
+    monkeypatch.delitem(sys.modules, "accelerate.logging", raising=False)
+    TrainingArguments("out")
+    assert "accelerate.logging" not in sys.modules

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -101,6 +102,21 @@ def _read_variable(variable: str, default: int, *, low: int = 0, high: int | Non
         end = "" if high is None else f" to {high}, as WORLD_SIZE and LOCAL_WORLD_SIZE say"
         raise ArgumentsError([Problem(variable, text, f"needs a number from {low}{end}", origin)])
     return number
+
+
+# With one of these, accelerate's state starts a process group.
+_LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def prepare_accelerate(*, use_cpu: bool) -> None:
+    """Make accelerate's `PartialState`, without which its logger logs nothing, if it is imported and has none.
+
+    In a launch of processes it is left to the Trainer: here it would start a process group.
+    """
+    state = getattr(sys.modules.get("accelerate.logging"), "PartialState", None)
+    launched = _is_one_of_several_of_srun(os.environ) or any(name in os.environ for name in _LAUNCHED)
+    if state is not None and not state._shared_state and not launched:
+        state(cpu=use_cpu)
 
 
 _LAUNCH = "it follows from how the processes are launched: by trainer launch, torchrun, or with RANK and WORLD_SIZE"

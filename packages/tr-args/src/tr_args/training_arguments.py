@@ -13,7 +13,7 @@ from tr_args.constraints import Numbers, OptionalCount
 from tr_args.fields import AllFields
 from tr_args.grouped_setters import GroupedSetters
 from tr_args.launcher_settings import follow_launcher
-from tr_args.process import ProcessView
+from tr_args.process import ProcessView, prepare_accelerate
 from tr_args.rules import conflicts, fill_defaults, without_effect
 from tr_args.serialization import Serializable
 from tr_log.bounded_text import load_json
@@ -24,7 +24,8 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
     """All arguments of a training run.
 
     Values are converted to the fields' types when they are set (`"1e-4"` is a number) and checked. All problems are
-    reported at once. Building it imports no torch, touches no device and draws no random number.
+    reported at once. Building it imports no torch, touches no device and draws no random number. If accelerate is
+    imported and has no state yet, its `PartialState` is made, outside a launch of processes.
 
     What a subclass declares as a default, or assigns in its own `__post_init__`, is the subclass's, whatever its type.
 
@@ -68,6 +69,7 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
                 setattr(self, name, load_json(value))
         follow_launcher(self)
         fill_defaults(self, self._follow)
+        prepare_accelerate(use_cpu=bool(self.use_cpu))
 
     def _rules(self) -> Iterator[Rule]:
         return conflicts(self)
