@@ -171,7 +171,7 @@ def test_choices_of_other_libraries_are_read_by_their_values():
     args = TrainingArguments(
         lr_scheduler_type=Schedule.COSINE, eval_strategy=Schedule.EPOCH, train_sampling_strategy=Schedule.RANDOM
     )
-    assert type(args.lr_scheduler_type) is str
+    assert type(args.lr_scheduler_type.value) is str
     assert args.eval_strategy is IntervalStrategy.EPOCH
 
 
@@ -351,3 +351,15 @@ DOCUMENTED_CALLS = [
 def test_the_documented_calls_work(values):
     args = TrainingArguments(**values)
     assert {name: getattr(args, name) for name in values} == values
+
+
+def test_names_and_choices_have_the_attributes_of_an_enum_s_members():
+    args = TrainingArguments("out", optim="sgd", lr_scheduler_type="cosine", eval_strategy="epoch")
+    for name in ("optim", "lr_scheduler_type", "eval_strategy", "save_strategy", "logging_strategy", "hub_strategy"):
+        value = getattr(args, name)
+        assert (type(value.value), value.value, value.name) == (str, value, value.upper())
+    args.optim = "lomo"
+    assert (args.optim.value, args.to_dict()["optim"], TrainingArguments().lr_scheduler_type.value) == (
+        "lomo", "lomo", "linear"
+    )  # fmt: skip
+    assert type(args.to_dict()["optim"]) is type(args.to_sanitized_dict()["optim"]) is str

@@ -29,7 +29,7 @@ from tr_args.constraints import (
     Steps,
     UserPath,
 )
-from tr_args.types.choices import Duration, WallTime
+from tr_args.types.choices import Duration, FreeName, WallTime
 from tr_args.types.optimizer_options import OptimizerOptions, ParameterRules
 
 ONLY_IN_ORDER = (
@@ -147,7 +147,7 @@ class OptimizerFields:
     learning_rate: Annotated[NonNegative, Numbers.OPTIMIZER, GroupOption("learning_rate")] = 5e-5
     """Peak learning rate, reached at the end of warmup."""
 
-    lr_scheduler_type: Annotated[str, Numbers.SCHEDULE] = "linear"
+    lr_scheduler_type: Annotated[str, FreeName(), Numbers.SCHEDULE] = "linear"
     """Name of the learning-rate schedule: linear, cosine, constant, constant_with_warmup, polynomial, ..."""
 
     lr_scheduler_kwargs: Annotated[Options, Numbers.SCHEDULE] = None
@@ -157,7 +157,7 @@ class OptimizerFields:
     """Steps over which the learning rate rises from 0; below 1 it is a ratio of all steps, rounded up."""
 
     # A checkpoint of another kind of optimizer is refused; torch's variants of one kind compute the same numbers.
-    optim: Annotated[str, Numbers.OTHER] = "adamw_torch_fused"
+    optim: Annotated[str, FreeName(), Numbers.OTHER] = "adamw_torch_fused"
     """Name of the optimizer: adamw_torch, adamw_torch_fused, sgd, adafactor, galore_adamw, lomo, muon, ..."""
 
     optim_args: Annotated[str | dict | None, OptimizerOptions(), Numbers.OPTIMIZER] = None
