@@ -94,6 +94,19 @@ class Between(Constraint):
 
 
 @dataclass(frozen=True)
+class Exactly(Constraint):
+    """A list of `count` values."""
+
+    count: int
+
+    def after(self, value: Any) -> Any:
+        """Return `value` if it has that many."""
+        if len(value) != self.count:
+            raise RefusedError(f"needs {self.count} values, not {len(value)}")
+        return value
+
+
+@dataclass(frozen=True)
 class StepsOrRatio(Constraint):
     """A whole number of steps, or a share of all steps below 1; whole numbers are returned as int."""
 

@@ -20,12 +20,12 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from tr_args.constraints import Constraint
 from tr_args.errors import RefusedError, did_you_mean, show
+from tr_args.metadata import SEQUENCES
 from tr_args.schema import FieldSpec, schema
 from tr_log.bounded_text import ContentError, load_json, number
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "t", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "n", "f", "0"})
-SEQUENCES = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
@@ -63,7 +63,11 @@ def convert_field(spec: FieldSpec, value: Any) -> Any:
     try:
         converted = convert(value, spec.hint)
         choices = spec.metadata.get("choices")
-        return converted if choices is None else _choice(converted, choices)
+        if choices is None or (converted is None and value is None):
+            return converted
+        if isinstance(converted, (list, tuple, set, frozenset)):
+            return type(converted)(_choice(item, choices) for item in converted)
+        return _choice(converted, choices)
     except RefusedError:
         if value is spec.default:
             return value

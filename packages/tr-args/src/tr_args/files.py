@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,11 @@ class Sources:
             if option.name in layer[option.cls]:
                 message = f"has {option.name} twice, in two spellings; keep one"
                 self.problems.append(Problem(name, NOTHING, message, item.origin))
-            layer[option.cls][option.name] = item
+            try:
+                layer[option.cls][option.name] = replace(item, value=option.read(item.value))
+            except RefusedError as refusal:
+                shown = "***" if option.spec.hides(item.value) else item.value
+                self.problems.append(Problem(name, shown, str(refusal), item.origin))
         for cls, known in layer.items():
             self.given[cls].update(without_aliases(cls, known, self.problems))
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import types
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from tr_args.aliases import aliases
-from tr_args.conversion import FALSE_WORDS, MAPPINGS, SEQUENCES, TRUE_WORDS, convert
-from tr_args.errors import NOTHING, Problem, did_you_mean
+from tr_args.conversion import FALSE_WORDS, MAPPINGS, TRUE_WORDS, convert
+from tr_args.errors import NOTHING, Problem, RefusedError, did_you_mean
+from tr_args.metadata import SEQUENCES, kinds, members, reader, refusals
 from tr_args.schema import FieldSpec, schema
 
 
@@ -42,14 +42,9 @@ class Option:
     hint: Any
 
     @property
-    def kinds(self) -> set[Any]:
-        """The types that a value may have, without their parameters."""
-        return {get_origin(member) or member for member in members(self.hint)}
-
-    @property
     def is_switch(self) -> bool:
         """Whether true and false are values. Only then `--no_NAME` exists."""
-        return bool in self.kinds
+        return bool in kinds(self.hint)
 
     @property
     def bare(self) -> Any:
@@ -57,7 +52,15 @@ class Option:
         constraint = next((item for item in self.spec.constraints if item.bare is not NOTHING), None)
         if constraint is not None:
             return constraint.bare
-        return True if self.is_switch else NOTHING
+        if self.is_switch:
+            return True
+        nargs = self.spec.metadata.get("nargs")
+        return self.spec.metadata.get("const") if nargs == "?" else [] if nargs == "*" else NOTHING
+
+    @property
+    def collects(self) -> bool:
+        """Whether a flag that is given again adds to what it was given before."""
+        return self.spec.metadata.get("action") in ("append", "extend")
 
     @property
     def separator(self) -> str | None:
@@ -67,18 +70,37 @@ class Option:
     @property
     def shape(self) -> Shape:
         """How many words it takes."""
-        kinds = self.kinds - {type(None)}
-        if kinds & set(SEQUENCES):
-            return Shape.MANY
-        return Shape.SWITCH if kinds == {bool} else Shape.ONE
+        found = kinds(self.hint)
+        if found & set(SEQUENCES):
+            return Shape.ONE if self.spec.metadata.get("action") == "append" else Shape.MANY
+        return Shape.SWITCH if found == {bool} else Shape.ONE
 
     @property
     def metavar(self) -> str | None:
         """The placeholder of the value in a help page; None for a switch."""
         if self.shape is Shape.SWITCH:
             return None
-        words = [word for member in members(self.hint) for word in _metavars(member)]
+        metavar = self.spec.metadata.get("metavar")
+        if isinstance(metavar, tuple):
+            return " ".join(metavar)
+        words = [metavar] if metavar else [word for member in members(self.hint) for word in _metavars(member)]
         return "|".join(dict.fromkeys(words)) + (" ..." if self.shape is Shape.MANY else "")
+
+    def read(self, value: Any) -> Any:
+        """Return text, or a list of words, as the metadata's `type` reads it.
+
+        Raises:
+            RefusedError: it cannot.
+        """
+        read = reader(self.spec.declared, self.spec.metadata)
+        if read is None or not isinstance(value, (str, list)):
+            return value
+        if isinstance(value, list):
+            return [self.read(item) for item in value]
+        try:
+            return read(value)
+        except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+            raise RefusedError(f"is not read by {getattr(read, '__name__', read)}: {error}") from None
 
 
 class FlagTable:
@@ -93,10 +115,12 @@ class FlagTable:
         """Collect the names.
 
         Raises:
-            ValueError: two dataclasses have a field of the same name, or an alias is taken.
+            ValueError: two dataclasses have a field of the same name, an alias is taken, or a field's metadata has a
+                setting that a field cannot have.
         """
         self.classes = tuple(classes)
         self.options: dict[str, Option] = {}
+        _check_metadata(self.classes)
         for cls in self.classes:
             for name, spec in schema(cls).items():
                 self._add(name, Option(name, cls, spec, spec.hint))
@@ -153,13 +177,15 @@ class FlagTable:
         return f"unknown argument {shown}{hint}"
 
 
-def members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a type, without constraints."""
-    if get_origin(hint) is Annotated:
-        return members(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return tuple(part for member in get_args(hint) for part in members(member))
-    return (hint,)
+def _check_metadata(classes: Iterable[type]) -> None:
+    found = [
+        f"{cls.__name__}.{name}: {text}"
+        for cls in classes
+        for name, spec in schema(cls).items()
+        for text in refusals(spec.declared, MISSING if spec.required else spec.make_default(), spec.metadata)
+    ]
+    if found:
+        raise ValueError("metadata of fields that their flags cannot have:\n  " + "\n  ".join(found))
 
 
 def _metavars(member: Any) -> list[str]:
@@ -239,7 +265,7 @@ class Scanner:
             return position + self._take_config(flag, following, result) + (0 if equals else 1)
         option, negated = match
         if equals and not negated:
-            result.values[option.name] = _joined(option, [inline])
+            _put(option, [inline], result)
             return position + 1
         if equals:
             result.problems.append(self._problem(flag, f"{flag} takes no value; write --{option.name}={inline}"))
@@ -263,7 +289,7 @@ class Scanner:
         elif option.shape is Shape.ONE:
             following = following[:1]
         if following:
-            result.values[option.name] = _joined(option, following)
+            _put(option, following, result)
         elif option.bare is not NOTHING:
             result.values[option.name] = option.bare
         else:
@@ -283,6 +309,13 @@ class Scanner:
 
     def _problem(self, flag: str, message: str) -> Problem:
         return Problem(flag, NOTHING, message, self._origin)
+
+
+def _put(option: Option, words: list[str], result: Scan) -> None:
+    if option.collects:
+        result.values[option.name] = [*result.values.get(option.name, ()), *words]
+    else:
+        result.values[option.name] = _joined(option, words)
 
 
 def _joined(option: Option, words: list[str]) -> Any:
@@ -317,8 +350,9 @@ class FieldActions:
         spec, name = option.spec, option.spec.name
         aliases = spec.metadata.get("aliases", ())
         flags = [*_spellings(name), *([aliases] if isinstance(aliases, str) else aliases)]
-        optional = spec.required and option.shape is not Shape.SWITCH
-        settings = {"required": True} if optional else {"default": False if spec.required else spec.make_default()}
+        has_default = not spec.required or option.shape is Shape.SWITCH
+        settings: dict[str, Any] = {"required": spec.must_be_given or not has_default}
+        settings |= {"default": False if spec.required else spec.make_default()} if has_default else {}
         flags = [flag for flag in flags if flag.startswith("-")]
         action = self._made_by.add_argument(*flags, dest=name, **settings, **_values(option))
         action.help = spec.metadata.get("help")  # afterwards: argparse wants each % in it doubled
@@ -337,13 +371,18 @@ def _spellings(name: str, *, always: bool = False) -> list[str]:
 
 def _values(option: Option) -> dict[str, Any]:
     """Return the settings of an action that say which values it takes."""
-    settings: dict[str, Any] = {"type": _type(option.hint)}
-    if option.shape is Shape.MANY:
+    own = option.spec.metadata
+    read = reader(option.spec.declared, own)
+    settings: dict[str, Any] = {"type": read or _type(option.hint)}
+    if kinds(option.hint) & set(SEQUENCES):
         (sequence,) = [member for member in members(option.hint) if member is not type(None)][:1]
         items = [item for item in get_args(sequence) if item is not Ellipsis]
-        settings = {"type": _type(items[0]) if items else str, "nargs": "+"}
-    elif option.bare is not NOTHING and option.spec.default is not None:
+        settings = {"type": read or (_type(items[0]) if items else str)}
+        settings |= {} if option.shape is Shape.ONE else {"nargs": own.get("nargs", "+")}
+    elif own.get("nargs") == "?" or (option.bare is not NOTHING and option.spec.default is not None):
         settings |= {"nargs": "?", "const": option.bare}
+    settings |= {key: own[key] for key in ("metavar",) if key in own}
+    settings |= {"action": own["action"]} if option.collects else {}
     choices = _choices(option)
     return settings if choices is None else {**settings, "choices": choices}
 

@@ -61,14 +61,17 @@ def add_sections(formatter: argparse.HelpFormatter, table: FlagTable) -> None:
 
 def as_action(option: Option, table: FlagTable) -> argparse.Action:
     """Return an argparse action that shows the option in a help page; it parses nothing."""
-    metavar = option.metavar
+    own = option.spec.metadata
+    metavar = option.metavar or own.get("metavar")
+    takes_one_or_none = own.get("nargs") == "?" or (metavar is not None and option.metavar is None)
+    text = field_help(option.spec)
     return argparse.Action(
         option_strings=list(flag_names(option, table)),
         dest=option.name,
-        nargs=0 if metavar is None else None,
+        nargs="?" if takes_one_or_none else 0 if metavar is None else None,
         default=argparse.SUPPRESS,
         metavar=metavar,
-        help=_escaped(f"{field_help(option.spec)}{_default(option)}"),
+        help=text if text == argparse.SUPPRESS else _escaped(f"{text}{_default(option)}"),
     )
 
 
@@ -92,14 +95,14 @@ def default_text(option: Option) -> str:
 
 
 def _default(option: Option) -> str:
-    if option.spec.required:
+    if option.spec.required or option.spec.must_be_given:
         return "" if option.spec.is_bare_switch else " (required)"
     text = default_text(option)
     return f" (default: {text})" if text and text != "false" else ""
 
 
 def _topic(owner: type) -> str:
-    return owner.__dict__.get("_title", owner.__name__)
+    return owner.__dict__.get("_title", owner.__dict__.get("_argument_group_name", owner.__name__))
 
 
 def _escaped(text: str) -> str:

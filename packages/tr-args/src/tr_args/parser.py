@@ -54,7 +54,8 @@ class ArgumentParser(argparse.ArgumentParser):
             **kwargs: passed on to `argparse.ArgumentParser`, but for `allow_abbrev`.
 
         Raises:
-            ValueError: two dataclasses have a field of the same name.
+            ValueError: two dataclasses have a field of the same name, or a field's metadata has a setting that a field
+                cannot have.
         """
         types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         self._table = FlagTable(types)
@@ -234,11 +235,19 @@ class ArgumentParser(argparse.ArgumentParser):
         for scan, origin in scans:
             sources.add(scan.values, origin)
             sources.problems += scan.problems
+        sources.problems += self._not_given(sources)
         if refuse_rest:
             sources.problems += self._refused(rest, {word: origin for scan, origin in scans for word in scan.rest})
         layers = sources.given.values()
         self.origins = {name: item.origin for given in layers for name, item in given.items()}
         return sources, extra, rest
+
+    def _not_given(self, sources: Sources) -> Iterator[Problem]:
+        """Yield the fields whose metadata says that they are required, though they have a default."""
+        for cls, given in sources.given.items():
+            for name, spec in schema(cls).items():
+                if spec.must_be_given and not spec.required and name not in given:
+                    yield Problem(name, NOTHING, f"{name} is missing; its metadata says required=True")
 
     def _scan(self, words: list[str], origin: str) -> Any:
         foreign = self._option_string_actions.keys()

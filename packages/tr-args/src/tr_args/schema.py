@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from tr_args.constraints import Constraint, Fact
+from tr_args.metadata import hint_of_words, optional
 from tr_log.masking import is_secret
 
 FactKind = TypeVar("FactKind", bound=Fact)
@@ -22,14 +23,17 @@ class FieldSpec:
 
     Attributes:
         name: the field's name.
-        hint: its type, with constraints and facts as `Annotated`; optional if its default is None.
+        declared: its annotation.
+        hint: its type, with constraints and facts as `Annotated`; optional if its default is None, and a list if its
+            metadata says that its flag takes several words.
         default: its default, or `MISSING`.
         default_factory: makes its default, or `MISSING`.
-        metadata: the field's metadata; `help`, `aliases` and `choices` are used.
+        metadata: the field's metadata, which has settings of its flag; see `tr_args.metadata`.
         owner: the class of the hierarchy that declares it.
     """
 
     name: str
+    declared: Any
     hint: Any
     default: Any
     default_factory: Any
@@ -40,6 +44,11 @@ class FieldSpec:
     def required(self) -> bool:
         """Whether there is no default."""
         return self.default is MISSING and self.default_factory is MISSING
+
+    @property
+    def must_be_given(self) -> bool:
+        """Whether a command line must give it, though it may have a default."""
+        return bool(self.metadata.get("required"))
 
     @property
     def is_bare_switch(self) -> bool:
@@ -77,7 +86,8 @@ def schema(cls: type) -> dict[str, FieldSpec]:
     return {
         field.name: FieldSpec(
             name=field.name,
-            hint=_optional_if_none(hints[field.name], field.default),
+            declared=hints[field.name],
+            hint=_optional_if_none(hint_of_words(hints[field.name], field.metadata), field.default),
             default=field.default,
             default_factory=field.default_factory,
             metadata=field.metadata,
@@ -144,12 +154,7 @@ def _facts(hint: Any) -> tuple[Fact, ...]:
 
 
 def _optional_if_none(hint: Any, default: Any) -> Any:
-    if default is not None or hint is Any:
-        return hint
-    if get_origin(hint) is Annotated:
-        base, *extras = get_args(hint)
-        return Annotated[typing.Optional[base], *extras]  # noqa: UP045 - see below
-    return typing.Optional[hint]  # noqa: UP045 - not every annotation has a `|`
+    return hint if default is not None or hint is Any else optional(hint)
 
 
 def argument(
@@ -168,7 +173,8 @@ def argument(
         help: text for `--help`; by default the string under the field.
         default: the field's default.
         default_factory: makes the field's default.
-        metadata: further metadata of the field; `choices` limits its values.
+        metadata: further metadata of the field: `choices` limits its values, and `nargs`, `metavar`, `type`,
+            `required`, `const` and `action` are settings of its flag, as `argparse` has them.
         **kwargs: passed on to `dataclasses.field`.
     """
     attached = dict(metadata or {})
