@@ -214,6 +214,8 @@ class SeededOrder(RandomSampler):
     Each whole iteration is of the epoch after the last one, unless `set_epoch` says another.
     """
 
+    generator: torch.Generator
+
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         generator = torch.Generator() if sampler.generator is None else sampler.generator
         super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples, generator)
