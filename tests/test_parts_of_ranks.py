@@ -120,23 +120,23 @@ def streamed(folder, kind, number, act, options):
     return said.stream.getvalue() or used
 
 
-def each_of(function, folder, cases):
-    """Return what the function gives for each case, in one process of a rank."""
-    results = [function(f"{folder}/{number}", *case) for number, case in enumerate(cases)]
+def each_of(name, folder, cases):
+    """Return what the function of this name gives for each case, in one process of a rank."""
+    results = [globals()[name](f"{folder}/{number}", *case) for number, case in enumerate(cases)]
     torch.distributed.destroy_process_group()
     return results
 
 
 def run_cases(function, folder, cases):
     """Return what two ranks give for each case."""
-    return list(zip(*run_ranks(each_of, 2, function, str(folder), cases, timeout_s=LIMIT_S), strict=True))
+    return list(zip(*run_ranks(each_of, 2, function.__name__, str(folder), cases, timeout_s=LIMIT_S), strict=True))
 
 
 def test_a_stream_that_is_divided_already_is_refused_on_all_ranks(tmp_path):
     cases = [
         (kind, number, act, {}) for kind in DIVIDED for number, act in ((16, "train"), (17, "train"), (17, "eval"))
     ]
-    cases.append(("by_hand", 17, "train", {"dataloader_num_workers": 1}))
+    cases.append(("by_hand", 17, "train", {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}))
     for said in run_cases(streamed, tmp_path, cases):
         assert all("the ranks read different samples" in each for each in said)
         assert "or return a loader of this rank's own part from get_train_dataloader" in said[0]
