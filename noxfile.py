@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import minimums as lowest  # noqa: E402, I001
 from packages import PACKAGES, with_siblings  # noqa: E402
 from requirements import (  # noqa: E402
-    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, BACKENDS, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA, OPTIMIZERS,
-    PYTEST, TRACKERS, TRANSFORMERS, TRANSLATION,
+    ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, BACKENDS, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA,
+    MORE_LIBRARIES, OPTIMIZERS, PYTEST, TRACKERS, TRANSFORMERS, TRANSLATION,
 )  # fmt: skip
 
 # uv does not read pip's configuration: hand it the folder of local wheels, where there is one.
@@ -255,6 +255,7 @@ def ecosystem(session: nox.Session) -> None:
     """
     libraries = ("trl==1.16.0", "sentence-transformers==6.2.0", "setfit==1.2.0")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, *libraries, *CONSTRAINTS)
+    session.install("--no-deps", *MORE_LIBRARIES, *CONSTRAINTS)
     tested = ("pytest", *PARALLEL, "tests/ecosystem", *session.posargs)
     if session.posargs[:1] == ["--reference-tests"]:
         session.install("parameterized", "optuna>=4", "timeout-decorator", *CONSTRAINTS)

@@ -35,4 +35,11 @@ LLAMA_FACTORY = (
     "uvicorn",
 )  # fmt: skip
 
+# Libraries whose requirements ask for other releases than ours, or for much that is not used; then what they import.
+MORE_LIBRARIES = (
+    "gliner==0.2.29", "colpali-engine==0.3.18", "FlagEmbedding==1.4.2", "gliclass==0.1.21", "be-great==0.0.14",
+    "chronos-forecasting==2.3.2", "granite-tsfm==0.3.11",
+    "chugchug", "einops", "pillow", "sentencepiece",
+)  # fmt: skip
+
 DOCS = ("sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "sphinx-copybutton==0.5.2")

@@ -272,10 +272,11 @@ def _run_setfit(trainer, folder):
     return inside
 
 
-def main(name, folder, resume=""):
+def main(build, folder, resume=""):
+    """Build a trainer, let it train, and write down what it logged and learned."""
     set_seed(3)
-    trainer = globals()[name](folder)
-    if name.startswith("setfit"):
+    trainer = build(folder)
+    if build.__name__.startswith("setfit"):
         trainer = _run_setfit(trainer, folder)
     else:
         trainer.train(resume_from_checkpoint=resume or None)
@@ -290,4 +291,4 @@ def main(name, folder, resume=""):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(globals()[sys.argv[1]], *sys.argv[2:])

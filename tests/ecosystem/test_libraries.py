@@ -1,12 +1,12 @@
 """Trainers of released libraries train to the same numbers on this Trainer as on that of transformers, unedited."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import compared
 import pytest
 from compared import DROP_IN, logged
 
@@ -22,11 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(command, folder, name, *more):
-    words = [*command, str(PROGRAMS), name, str(folder), *more]
-    environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "DISABLE_TELEMETRY": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "result.json").read_text())
+    return compared.run(command, PROGRAMS, folder, name, *more)
 
 
 @pytest.mark.parametrize("name", TRL + SENTENCES + OTHERS)
