@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
+from parity_callbacks import At
 from parity_harness import OURS, REFERENCE, Scenario, assert_same, build, run, run_both, same_tensors
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
@@ -146,3 +147,22 @@ def test_an_accelerator_of_the_users_own_takes_the_usual_sampler_for_torchs(tmp_
     sampler = trainer._get_train_sampler()
     sampler.generator = torch.Generator().manual_seed(4)  # as accelerate sets it for several processes otherwise
     assert list(sampler) == order
+
+
+class Seeding(At):
+    """Seeds the generators at the beginning of each step."""
+
+    def on_step_begin(self, args, state, control, **given):
+        torch.manual_seed(100 + state.global_step)
+
+
+def test_a_loader_begins_before_the_events_of_its_first_step(tmp_path):
+    """What a callback seeds there is the dropout's alone, as with transformers: the loader has drawn its seed."""
+    scenario = Scenario(
+        models.dropping_mlp,
+        data.classes(),
+        arguments={"num_train_epochs": 2},
+        callbacks=lambda: [Seeding("on_step_begin", -1)],
+        subclass=with_loader(of_the_usual_sampler),
+    )
+    assert_same(*run_both(scenario, tmp_path), but=BUT)

@@ -73,10 +73,17 @@ class UserLoader:
         return max(self.num_batches - position // self.samples_per_micro_batch, 0)
 
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of an epoch after `position` samples."""
+        """Return the micro-batches of an epoch after `position` samples.
+
+        The iteration begins at once, and reads the first batch of a whole epoch: before the events of its step, whose
+        callbacks may draw random numbers or seed them.
+        """
         if self._is_there and position == 0:
             self._come_to_the_end()
         first, batches = self._begin(epoch, 0 if self._is_there else position // self.samples_per_micro_batch)
+        return self._rest(first, batches, epoch, position)
+
+    def _rest(self, first: list[Any], batches: Iterator[Any], epoch: int, position: int) -> Iterator[MicroBatch]:
         inputs, weight = None, 1.0
         while True:
             if inputs is not _END:
@@ -164,7 +171,8 @@ class UserLoader:
             host = _host().state_dict()
             self._beginning = EpochStart(epoch=epoch, host=host, generators=states, workers_live=live)
             self._set_epoch(epoch)
-            return [], skip_batches(iter(self._loader), skipped)
+            batches = skip_batches(iter(self._loader), skipped)
+            return [] if skipped else [self._next(batches, epoch, 0)], batches
         self._have_workers(live=beginning["workers_live"])
         now = _all().state_dict()
         _host().load_state_dict(beginning["host"])
