@@ -166,3 +166,15 @@ def test_a_loader_begins_before_the_events_of_its_first_step(tmp_path):
         subclass=with_loader(of_the_usual_sampler),
     )
     assert_same(*run_both(scenario, tmp_path), but=BUT)
+
+
+@pytest.mark.parametrize("loader", [of_the_usual_sampler, of_several_data_sets])
+def test_a_checkpoint_of_the_reference_goes_on_here_with_the_same_batches_and_dropout(loader, tmp_path):
+    subclass = with_loader(loader)
+    scenario = Scenario(models.dropping_mlp, data.classes(24), arguments=SAVING, subclass=subclass)
+    whole = run(REFERENCE, scenario, tmp_path / "reference")
+    for step in (1, 4, 6, 8):
+        checkpoint = str(tmp_path / "reference" / f"checkpoint-{step}")
+        resumed = run(OURS, scenario, tmp_path / f"from {step}", resume_from_checkpoint=checkpoint)
+        assert resumed.losses == whole.losses, step
+        assert same_tensors(whole.weights, resumed.weights), step

@@ -171,8 +171,13 @@ class UserLoader:
             host = _host().state_dict()
             self._beginning = EpochStart(epoch=epoch, host=host, generators=states, workers_live=live)
             self._set_epoch(epoch)
+            if not skipped:
+                batches = iter(self._loader)
+                return [self._next(batches, epoch, 0)], batches
+            now = _all().state_dict()  # of a checkpoint without the states of the beginning
             batches = skip_batches(iter(self._loader), skipped)
-            return [] if skipped else [self._next(batches, epoch, 0)], batches
+            _all().load_state_dict(now)
+            return [], batches
         self._have_workers(live=beginning["workers_live"])
         now = _all().state_dict()
         _host().load_state_dict(beginning["host"])
