@@ -5,7 +5,7 @@ import math
 import random
 import warnings
 from collections import Counter, OrderedDict, namedtuple
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import pytest
 import torch
@@ -289,3 +289,16 @@ def test_the_encoder_copies_nothing(tmp_path):
     encoder = codec.Encoder("model")
     assert encoder.encode({"weight": tensor}) == {"weight": {"$tensor": "weight"}}
     assert encoder.tensors["weight"] is tensor
+
+
+class Written(StrEnum):
+    """Texts with names."""
+
+    LINEAR = "linear"
+
+
+def test_text_of_another_type_comes_back_as_the_text_that_it_equals(tmp_path):
+    state = {"schedule": Written.LINEAR, "of": [type("Name", (str,), {})("adamw")]}
+    back = through_a_file(state, tmp_path)
+    assert back == state
+    assert [type(back["schedule"]), type(back["of"][0])] == [str, str]

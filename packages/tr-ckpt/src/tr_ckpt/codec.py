@@ -45,6 +45,8 @@ def encode_leaf(value: Any) -> Any:
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _NUMPY_KINDS:
         data = base64.b64encode(value.tobytes()).decode()
         return {"$numpy": {"dtype": value.dtype.str, "data": data}}
+    if isinstance(value, str):  # a member of an enum of texts, say: it equals its text, which comes back
+        return str.__str__(value)
     return NotImplemented
 
 
