@@ -206,7 +206,8 @@ def test_a_backward_by_the_accelerator_divides_nothing(tmp_path):
                     loss = self.compute_loss(model, inputs)
                 if self.args.n_gpu > 1:
                     loss = loss.mean()
-                loss = loss / self.current_gradient_accumulation_steps
+                if self.deepspeed is None:
+                    loss = loss / self.current_gradient_accumulation_steps
                 self.accelerator.backward(loss)
                 return loss.detach()
 

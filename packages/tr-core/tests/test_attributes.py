@@ -16,6 +16,7 @@ from tr_core.loss import LabelSmoother
     ("name", "value", "instead"),
     [
         ("is_deepspeed_enabled", True, "set it in the arguments, or pass strategy= to the Trainer"),
+        ("deepspeed", nn.Linear(1, 1), "set it in the arguments, or pass strategy= to the Trainer"),
         ("is_fsdp_enabled", True, "set it in the arguments, or pass strategy= to the Trainer"),
         ("place_model_on_device", False, "override the property place_model_on_device"),
         ("neftune_noise_alpha", 5.0, "set args.neftune_noise_alpha"),
@@ -36,7 +37,7 @@ def test_the_value_that_an_attribute_has_may_be_assigned(make_trainer):
     for name in ("is_deepspeed_enabled", "is_fsdp_enabled", "place_model_on_device", "accelerator", "hub_model_id"):
         setattr(trainer, name, getattr(trainer, name))
     trainer.gather_function = trainer.accelerator.gather_for_metrics
-    assert (trainer.is_fsdp_xla_enabled, trainer.hp_search_backend) == (False, None)
+    assert (trainer.is_fsdp_xla_enabled, trainer.hp_search_backend, trainer.deepspeed) == (False, None, None)
 
 
 def test_an_accelerator_that_a_subclass_builds_itself_is_refused(make_trainer):

@@ -51,6 +51,11 @@ class Attributes(TrainerParts):
     """What transformers' Trainer holds in attributes."""
 
     is_deepspeed_enabled = Follows(lambda own: bool(own.args.deepspeed), _STRATEGY, "Whether DeepSpeed trains.")
+    deepspeed = Follows(
+        lambda own: own.model_wrapped if own.args.deepspeed and own.model_wrapped is not own.model else None,
+        _STRATEGY,
+        "The wrapped model where DeepSpeed trains, else None.",
+    )
     is_fsdp_enabled = Follows(lambda own: bool(own.args.fsdp), _STRATEGY, "Whether the parameters are sharded by FSDP.")
     is_fsdp_xla_enabled = Follows(_never, _STRATEGY, _NEVER)
     is_fsdp_xla_v1_enabled = Follows(_never, _STRATEGY, _NEVER)
