@@ -203,6 +203,30 @@ class Secret(Constraint):
     secret = True
 
 
+class Name(str):
+    """Free text with the attributes of a member of an enum: there are names besides those that a list would have."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> str:
+        """The text."""
+        return str(self)
+
+    @property
+    def name(self) -> str:
+        """The text in capitals."""
+        return self.upper()
+
+
+class FreeName(Constraint):
+    """Text that has `value` and `name`, as members of an enum have."""
+
+    def after(self, value: Any) -> Any:
+        """Return the name."""
+        return Name(value)
+
+
 @dataclass(frozen=True)
 class RepositoryName(Constraint):
     """The name of a repository, `owner/name` or `name`. Addresses are refused, because they may hold a token."""

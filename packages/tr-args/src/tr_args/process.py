@@ -109,7 +109,7 @@ _LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV
 
 
 def prepare_accelerate(*, use_cpu: bool) -> None:
-    """Make accelerate's `PartialState`, without which its logger logs nothing, if it is imported and has none.
+    """Make accelerate's `PartialState`, without which its logger raises, if it is imported and has none.
 
     In a launch of processes it is left to the Trainer: here it would start a process group.
     """

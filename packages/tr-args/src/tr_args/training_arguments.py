@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -69,7 +70,8 @@ class TrainingArguments(AllFields, GroupedSetters, ProcessView, OldNames, Serial
                 setattr(self, name, load_json(value))
         follow_launcher(self)
         fill_defaults(self, self._follow)
-        prepare_accelerate(use_cpu=bool(self.use_cpu))
+        if "accelerate.logging" in sys.modules:
+            prepare_accelerate(use_cpu=bool(self.use_cpu))
 
     def _rules(self) -> Iterator[Rule]:
         return conflicts(self)

@@ -17,6 +17,7 @@ from tr_args.constraints import (
     BoolOrInt,
     CommaSeparated,
     Count,
+    FreeName,
     GroupOption,
     MaxSteps,
     NonNegative,
@@ -29,7 +30,7 @@ from tr_args.constraints import (
     Steps,
     UserPath,
 )
-from tr_args.types.choices import Duration, FreeName, WallTime
+from tr_args.types.choices import Duration, WallTime
 from tr_args.types.optimizer_options import OptimizerOptions, ParameterRules
 
 ONLY_IN_ORDER = (

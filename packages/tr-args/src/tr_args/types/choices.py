@@ -58,30 +58,6 @@ class ParallelMode(StrEnum):
     TPU = "tpu"
 
 
-class Name(str):
-    """Free text with the attributes of a member of an enum: there are names besides those that a list would have."""
-
-    __slots__ = ()
-
-    @property
-    def value(self) -> str:
-        """The text."""
-        return str(self)
-
-    @property
-    def name(self) -> str:
-        """The text in capitals."""
-        return self.upper()
-
-
-class FreeName(Constraint):
-    """Text that has `value` and `name`, as members of an enum have."""
-
-    def after(self, value: Any) -> Any:
-        """Return the name."""
-        return Name(value)
-
-
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"
 # Seconds of each unit, with its spellings, from the longest to the shortest: the order in which they are written.
 _UNITS = (
