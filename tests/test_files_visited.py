@@ -93,9 +93,10 @@ def test_a_resume_is_followed_through_few_files(tmp_path, monkeypatch):
     assert 5 < len(files) <= MOST_OF_A_RESUME, short(files)
 
 
-def test_a_flag_is_followed_through_few_files():
+def test_a_flag_is_followed_through_few_files(monkeypatch):
     from tr_args import ArgumentParser
 
+    monkeypatch.delitem(sys.modules, "accelerate.logging", raising=False)  # for which more would be done
     parser = ArgumentParser(TrainingArguments)
     with visited() as files:
         parser.parse_args_into_dataclasses(["--output_dir", "out", "--learning_rate", "1e-3"])
