@@ -39,7 +39,9 @@ LLAMA_FACTORY = (
 MORE_LIBRARIES = (
     "gliner==0.2.29", "colpali-engine==0.3.18", "FlagEmbedding==1.4.2", "gliclass==0.1.21", "be-great==0.0.14",
     "chronos-forecasting==2.3.2", "granite-tsfm==0.3.11",
-    "chugchug", "einops", "pillow", "sentencepiece",
+    "realtabformer==0.2.4", "cehrgpt==0.1.9", "adaptive-trainer==0.0.6", "unsloth-zoo==2026.10.9", "axolotl==0.19.0",
+    "chugchug", "einops", "pillow", "sentencepiece", "shapely", "addict", "colorama", "numba", "llvmlite",
+    "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6",
 )  # fmt: skip
 
 DOCS = ("sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "sphinx-copybutton==0.5.2")

@@ -19,7 +19,7 @@ from programs import (
     text,
     tokenizer,
 )
-from transformers import BertModel, Trainer, TrainingArguments
+from transformers import BertModel, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 
 def orpo(folder):
@@ -244,15 +244,16 @@ def great(folder):
     return GReaTTrainer(llama(), args, processing_class=words, **parts)
 
 
-def _without_models(package):
-    """Make the parts of a package importable whose whole imports models of images, which need torchvision."""
-    for name, folder in ((package, Path(find_spec(package).origin).parent), (f"{package}.trainer", None)):
+def _without_models(package, *folders):
+    """Make parts of a package importable whose whole imports what is not here: models of images, a tracker, a GPU."""
+    root = Path(find_spec(package).origin).parent
+    for name in (package, *(f"{package}.{folder}" for folder in folders)):
         sys.modules[name] = module = ModuleType(name)
-        module.__path__ = [str(folder or Path(sys.modules[package].__path__[0], "trainer"))]
+        module.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
 
 
 def _colpali(folder, data, **more):
-    _without_models("colpali_engine")
+    _without_models("colpali_engine", "trainer")
     from colpali_engine.loss import ColbertPairwiseCELoss
     from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
 
@@ -295,6 +296,94 @@ def colpali(folder):
 
 def colpali_of_two_sets(folder):
     return _colpali(folder, [_queries(0), _queries(5)])
+
+
+def realtabformer(folder):
+    from pandas import DataFrame
+    from realtabformer import REaLTabFormer
+    from transformers import GPT2Config
+
+    table = DataFrame({"size": [n * 3 % 7 for n in range(24)], "animal": [WORDS[2 + n % 2] for n in range(24)]})
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    given = {**options(folder, **EVALUATED), "checkpoints_dir": folder, "tabular_config": config}
+    tables = REaLTabFormer(model_type="tabular", train_size=0.7, early_stopping_patience=3, **given)
+    tables.training_args_kwargs.pop("overwrite_output_dir")  # gone since transformers 5
+    torch.manual_seed(0)
+    tables._fit_tabular(table, device="cpu")
+    tables.model = llama()  # GPT-2, its own choice, has another count of targets on transformers' Trainer
+    trainer = tables._build_tabular_trainer(device="cpu", target_epochs=3)
+    trainer.add_callback(Reseeded())
+    return trainer
+
+
+def packed_samples(folder):
+    from cehrgpt.runners.sample_packing_trainer import SamplePackingTrainer
+
+    words = tokenizer()
+    data = columns(24, input_ids=lambda n: words(text(n, 4 + n % 5))["input_ids"]).train_test_split(3, shuffle=False)
+    args = TrainingArguments(**options(folder, **EVALUATED))
+    parts = {"train_dataset": data["train"], "eval_dataset": data["test"], "max_tokens_per_batch": 40}
+    parts["data_collator"] = DataCollatorForLanguageModeling(words, mlm=False)
+    return SamplePackingTrainer(model=llama(attention_dropout=0.1), args=args, callbacks=[Reseeded()], **parts)
+
+
+def adaptive(folder):
+    _without_models("adaptive_trainer")
+    from adaptive_trainer.trainers import AdaptiveTrainer
+
+    words = tokenizer()
+    data = columns(input_ids=lambda n: words(text(n, 4 + n % 5))["input_ids"])
+    args = TrainingArguments(**options(folder), remove_unused_columns=False)
+    parts = {"train_dataset": data, "data_collator": DataCollatorForLanguageModeling(words, mlm=False)}
+    return AdaptiveTrainer(model=llama(), args=args, top_k=3, stats_save_path=f"{folder}-stats.json", **parts)
+
+
+def drafted_blocks(folder):
+    _without_models("unsloth_zoo")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from unsloth_zoo.speculative.dspark import DSparkTrainingArguments, Qwen3DSparkDrafter, UnslothDSparkTrainer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    target = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, num_key_value_heads=2, head_dim=8, **sizes))
+    shape = {"num_draft_layers": 1, "block_size": 3, "num_anchors": 4, "markov_rank": 4}
+    model = Qwen3DSparkDrafter.from_target(target, [0, 1], mask_token_id=31, **shape)
+    words = tokenizer()
+    data = columns(input_ids=lambda n: words(text(n, 6 + n % 5))["input_ids"])
+    args = DSparkTrainingArguments(**options(folder, **EVALUATED), dspark_num_anchors=16)
+    parts = {"train_dataset": data, "eval_dataset": data.select(range(8)), "processing_class": words}
+    return UnslothDSparkTrainer(model=model, args=args, target_model=target, callbacks=[Reseeded()], **parts)
+
+
+def _axolotl(folder, **more):
+    from trl import RewardConfig
+
+    sys.modules["trl.experimental.prm"] = gone = ModuleType("trl.experimental.prm")  # in this release of trl no more
+    gone.PRMConfig = RewardConfig
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from axolotl.core.training_args import AxolotlTrainingArguments
+    from axolotl.utils.collators import BatchSamplerDataCollatorForSeq2Seq, DataCollatorForSeq2Seq
+
+    words = tokenizer()
+    data = columns(24, input_ids=lambda n: words(text(n, 4 + n % 5))["input_ids"])
+    data = data.map(lambda row: {"labels": row["input_ids"], "attention_mask": [1] * len(row["input_ids"]),
+        "position_ids": list(range(len(row["input_ids"]))), "length": len(row["input_ids"])})  # fmt: skip
+    args = AxolotlTrainingArguments(**options(folder, **EVALUATED), max_seq_length=16, include_tkps=False, **more)
+    collator = BatchSamplerDataCollatorForSeq2Seq if more.get("sample_packing") else DataCollatorForSeq2Seq
+    parts = {"train_dataset": data, "eval_dataset": data.select(range(8)), "data_collator": collator(words)}
+    parts["eval_data_collator"] = parts["data_collator"]
+    return AxolotlTrainer(model=llama(), args=args, processing_class=words, **parts)
+
+
+def axolotl(folder):
+    return _axolotl(folder, lr_groups=[{"name": "attention", "modules": ["self_attn"], "lr": 1e-3}])
+
+
+def axolotl_packed(folder):
+    from axolotl.monkeypatch.data.batch_dataset_fetcher import apply_multipack_dataloader_patch
+
+    apply_multipack_dataloader_patch()
+    return _axolotl(folder, sample_packing=True, sample_packing_sequentially=True)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,17 @@ NEEDS = {
     "sparse_encoder": "sentence_transformers", "gliner": "gliner", "flag_embedder": "FlagEmbedding",
     "flag_reranker": "FlagEmbedding", "gliclass": "gliclass", "chronos": "chronos", "tsfm": "tsfm_public",
     "great": "be_great", "colpali": "colpali_engine", "colpali_of_two_sets": "colpali_engine",
+    "realtabformer": "realtabformer", "packed_samples": "cehrgpt", "adaptive": "adaptive_trainer",
+    "drafted_blocks": "unsloth_zoo", "axolotl": "axolotl", "axolotl_packed": "axolotl",
 }  # fmt: skip
-# What a resume there does not restore either: the reference model that the callback moves.
-NOT_IN_A_CHECKPOINT = {"bema"}
+# What a resume there does not restore either: the reference model that the callback moves, and the two weights of its
+# loss that `AdaptiveTrainer` learns.
+NOT_IN_A_CHECKPOINT = {"bema", "adaptive"}
 # There, a run that goes on has the weights of the whole run, and the model's files have the names of the model.
-RESUMES_THERE = ["orpo", "cpo", "tpo", "gkd", "online_dpo", "gliclass", "tsfm", "colpali"]
+RESUMES_THERE = [
+    "orpo", "cpo", "tpo", "gkd", "online_dpo", "gliclass", "tsfm", "colpali", "realtabformer", "packed_samples",
+    "drafted_blocks", "axolotl",
+]  # fmt: skip
 
 
 def programs(names):
