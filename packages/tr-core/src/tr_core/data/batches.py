@@ -74,7 +74,11 @@ class Batches(Protocol):
 
 
 def batches_of(loader: Any, batch_size: int, collectives: Collectives, *, trains: bool = False) -> Batches:
-    """Return the epochs over a loader: one that the Trainer built, or any iterable. Collective for any iterable."""
+    """Return the epochs over a loader: one that the Trainer built, or any iterable. Collective.
+
+    Raises:
+        ValueError: ranks have data of different lengths for a loader that divides it between them.
+    """
     if isinstance(loader, Batches):
         return loader
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):

@@ -84,7 +84,7 @@ class UserLoader:
         return self._rest(first, batches, epoch, position)
 
     def _rest(self, first: list[Any], batches: Iterator[Any], epoch: int, position: int) -> Iterator[MicroBatch]:
-        inputs, weight = None, 1.0
+        inputs = None
         while True:
             if inputs is not _END:
                 inputs = first.pop() if first else self._next(batches, epoch, position)
