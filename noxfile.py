@@ -43,7 +43,7 @@ TEST_ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "",  # tests start many processes: without bytecode each takes seconds to import torch
 }
 # What looks at the sources alone.
-HOUSE = ("tests/test_house.py", "tests/test_structure.py", "tests/test_promises.py")
+HOUSE = ("tests/test_house.py", "tests/test_structure.py")
 # Folders of tests that have sessions of their own.
 OTHERS = ("attack", "crash", "documentation", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity",
           "release", "report", "robustness", "trackers")  # fmt: skip
@@ -116,16 +116,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def layers(session: nox.Session) -> None:
-    """Check which package imports which, the budgets of size and complexity, and that promises have tests."""
+    """Check which package imports which, and the budgets of size and complexity."""
     session.install("import-linter==2.16", *PYTEST, *EVERYTHING, *CONSTRAINTS)
     session.run("lint-imports", env={"PYTHONPATH": ""})
     session.run("pytest", *HOUSE, *session.posargs)
-
-
-@nox.session
-def promises(session: nox.Session) -> None:
-    """Write the table of what each promise of the READMEs rests on, or print what its list lacks."""
-    session.run("python", "tools/promises.py", "--write")
 
 
 @nox.session

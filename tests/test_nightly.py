@@ -99,7 +99,7 @@ def test_every_session_that_tests_is_run_by_every_change_or_by_a_night(nightly):
     there = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)*def (\w+)", text, re.MULTILINE))
     nights = {re.match(r"\w+", session.removeprefix(nightly.SLOW))[0] for session in nightly.SESSIONS}
     every_change = {"tests", "lint", "types", "layers", "alone", "integration"}
-    measures_or_writes = {"quickstart", "nightly", "promises", "equality", "mutants", "bench", "format_"}
+    measures_or_writes = {"quickstart", "nightly", "equality", "mutants", "bench", "format_"}
     assert there == nights | every_change | measures_or_writes
 
 

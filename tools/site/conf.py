@@ -17,7 +17,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 root_doc = "packages/tr-all/docs/index"
 include_patterns = [
     "packages/*/README.md", "packages/*/CHANGELOG.md", "packages/*/SECURITY.md", "packages/*/docs/**.md",
-    "packages/*/bench/README.md", "packages/tr-all/examples/**README.md", "tests/promises.md", "tests/*/README.md",
+    "packages/*/bench/README.md", "packages/tr-all/examples/**README.md", "tests/*/README.md",
     "tools/site/reference/*.rst", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "build", "**/src", "**/node_modules"]
