@@ -47,6 +47,11 @@ HOUSE = ("tests/test_house.py", "tests/test_structure.py")
 # Folders of tests that have sessions of their own.
 OTHERS = ("attack", "crash", "documentation", "ecosystem", "engines", "fuzz", "kernels", "launching", "parity",
           "release", "report", "robustness", "trackers")  # fmt: skip
+# What a night runs: the tests marked slow of these sessions, and these sessions.
+SLOW = ("integration", "alone(package='tr-dist')", "alone(package='tr-optim')")
+NIGHT = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in BACKENDS), "robustness", "launching",
+         "examples", "ecosystem", "llama_factory", "docs", "report", "release", "trackers", "engines", "kernels",
+         "attack", "minimums", "pythons-3.12", "pythons-3.13")  # fmt: skip
 # Every change runs the others; `-m slow` after it has the last word.
 NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many start processes of their own: more of them at once gain nothing.
@@ -93,8 +98,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """Run what takes too long for every change, all of it or the sessions named, and write down what it found."""
-    session.run(sys.executable, "tools/nightly.py", *session.posargs)
+    """Run what takes too long for every change: the sessions of a night, one after the other, failed ones or not."""
+    for name in SLOW:
+        session.notify(name, ["-m", "slow"])
+    for name in NIGHT:
+        session.notify(name, [])
 
 
 @nox.session
@@ -350,21 +358,6 @@ def resume(session: nox.Session) -> None:
     """Stop a run at every step, go on with it, and compare the ends bit by bit, in every combination of settings."""
     session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
     session.run("python", "tests/resume_session.py", *session.posargs, env=TEST_ENVIRONMENT)
-
-
-@nox.session
-def mutants(session: nox.Session) -> None:
-    """Plant small faults in what numbers depend on, one at a time, and count those a package's own tests catch.
-
-    `-- --n 300 --seed 1` chooses how many and which; a run that was stopped goes on where it was, and `--again` tries
-    those that survived once more. `--package tr-optim` or `--only metric_window` takes a part.
-    """
-    packages = ("tr-args", "tr-log", "tr-core", "tr-ckpt", "tr-optim")
-    local = [argument for name in packages for argument in ("-e", f"./packages/{name}")]
-    session.install(*PYTEST, "huggingface_hub", *local, *CONSTRAINTS)
-    folder = Path(session.create_tmp()) / "mutants"
-    environment = {**TEST_ENVIRONMENT, "PYTHONPATH": "tools"}
-    session.run("python", "-m", "mutants", "--folder", str(folder), *session.posargs, env=environment)
 
 
 @nox.session

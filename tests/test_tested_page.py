@@ -1,5 +1,6 @@
-"""What `tools/nightly.py` reads from nox, and the page it writes; what `tools/minimums.py` reads from the packages."""
+"""What `tools/tested.py` reads from nox, and the page it writes; what `tools/minimums.py` reads from the packages."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -22,8 +23,8 @@ def tool(name, monkeypatch):
 
 
 @pytest.fixture
-def nightly(monkeypatch):
-    return tool("nightly", monkeypatch)
+def tested(monkeypatch):
+    return tool("tested", monkeypatch)
 
 
 @pytest.fixture
@@ -50,76 +51,45 @@ runs 500, discrepancies 0, 61 s
 nox > Command python tests/fuzz/run.py failed with exit code 1
 nox > Session fuzz failed.
 nox > Session pythons-3.13 skipped: Python interpreter 3.13 not found.
+nox > Running session integration
+nox > pytest tests -m 'not slow' -m slow
+9 passed in 100.15s
+nox > Session integration was successful in 2 minutes.
 nox > Running session crash
 nox > pytest tests/crash
 """
 
 
-def test_each_session_that_nox_ran_is_found_with_the_result_of_each_of_its_commands(nightly):
-    assert nightly.findings_in(LOG.splitlines()) == {
-        "tests": ("passed", ()),
-        "alone(package='tr-log')": ("passed", ("440 passed, 2 skipped",)),
-        "fuzz": ("failed", ("1 failed, 3 passed, 1 deselected", "runs 500, discrepancies 0, 61 s")),
-        "pythons-3.13": ("not run", ("Python interpreter 3.13 not found.",)),
-        "crash": ("failed", ("it did not end",)),
-    }
-
-
-def finding(nightly, session, outcome="passed", results=("3 passed",), seconds=61.4):
-    return nightly.Finding(session, outcome, results, seconds, "2026-01-02", "2 cores", "Python 3.11.7")
-
-
-def test_the_page_has_a_row_a_session_and_keeps_those_of_other_runs(nightly, tmp_path):
-    nightly.note([finding(nightly, "parity"), finding(nightly, "fuzz")], tmp_path)
-    nightly.note([finding(nightly, "fuzz", outcome="failed", results=("1 failed", "runs 5"), seconds=3661)], tmp_path)
-    rows = (tmp_path / "tested.md").read_text().splitlines()[-2:]
-    assert rows == [
-        "| `fuzz` | **failed** | 1 failed; runs 5 | 1:01:01 | 2026-01-02 | Python 3.11.7 | 2 cores |",
-        "| `parity` | passed | 3 passed | 1:01 | 2026-01-02 | Python 3.11.7 | 2 cores |",
+def test_the_page_has_a_row_a_session(tested, tmp_path, monkeypatch):
+    monkeypatch.setattr(tested, "PAGE", tmp_path / "tested.md")
+    (tmp_path / "night.log").write_text(LOG)
+    tested.main(["--where", "Linux, torch 2.13.0", "--date", "2026-01-02", str(tmp_path / "night.log")])
+    text = tested.PAGE.read_text()
+    assert "2026-01-02, Linux, torch 2.13.0." in text
+    assert text.splitlines()[-6:] == [
+        "| `alone(package='tr-log')` | passed | 440 passed, 2 skipped | 1 minute |",
+        "| `crash` | **failed** | it did not end | - |",
+        "| `fuzz` | **failed** | 1 failed, 3 passed, 1 deselected; runs 500, discrepancies 0, 61 s | - |",
+        "| `integration, slow tests` | passed | 9 passed | 2 minutes |",
+        "| `pythons-3.13` | not run | Python interpreter 3.13 not found. | - |",
+        "| `tests` | passed | - | 0 seconds |",
     ]
-    assert set(json.loads((tmp_path / "tested.json").read_text())) == {"fuzz", "parity"}
 
 
-def test_a_session_that_fails_keeps_none_from_running_and_its_name_is_said(nightly, monkeypatch, capsys):
-    asked, written = [], []
-
-    def run(session, limit_s):
-        asked.append(session)
-        return [finding(nightly, session, outcome="failed" if session == "crash" else "passed")]
-
-    monkeypatch.setattr(nightly, "run", run)
-    monkeypatch.setattr(nightly, "note", written.extend)
-    assert nightly.main(["crash", "fuzz"]) == 1
-    assert asked == ["crash", "fuzz"] == [each.session for each in written]
-    assert capsys.readouterr().out.splitlines()[-1] == "sessions 2, failed 1: crash"
+def listed(name):
+    """The names that a tuple of the noxfile holds, without importing nox."""
+    source = ast.parse((TOOLS.parent / "noxfile.py").read_text())
+    (value,) = (n.value for n in source.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
+    return {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
 
 
-def test_every_session_that_tests_is_run_by_every_change_or_by_a_night(nightly):
+def test_every_session_that_tests_is_run_by_every_change_or_by_a_night():
     text = (TOOLS.parent / "noxfile.py").read_text()
     there = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)*def (\w+)", text, re.MULTILINE))
-    nights = {re.match(r"\w+", session.removeprefix(nightly.SLOW))[0] for session in nightly.SESSIONS}
+    nights = {match[0] for session in listed("NIGHT") if (match := re.match(r"\w+", session))}
     every_change = {"tests", "lint", "types", "layers", "alone", "integration"}
-    measures_or_writes = {"quickstart", "nightly", "equality", "mutants", "bench", "format_"}
+    measures_or_writes = {"quickstart", "nightly", "equality", "bench", "format_"}
     assert there == nights | every_change | measures_or_writes
-
-
-def test_a_session_that_nox_never_begins_is_noted_as_failed_with_the_exit_code(nightly, monkeypatch, tmp_path):
-    monkeypatch.setattr(nightly, "ROOT", tmp_path)
-    monkeypatch.setattr(nightly, "LOGS", tmp_path / "logs")
-    monkeypatch.setattr(nightly.sys, "executable", "false")
-    (found,) = nightly.run("nosuch")
-    assert (found.session, found.outcome, found.results) == ("nosuch", "failed", ("exit code 1; see logs/nosuch.log",))
-
-
-def test_a_session_that_does_not_end_is_ended_and_noted_as_failed(nightly, monkeypatch, tmp_path):
-    endless = tmp_path / "endless"
-    endless.write_text("#!/bin/sh\nsleep 600\n")
-    endless.chmod(0o755)
-    monkeypatch.setattr(nightly, "ROOT", tmp_path)
-    monkeypatch.setattr(nightly, "LOGS", tmp_path / "logs")
-    monkeypatch.setattr(nightly.sys, "executable", str(endless))
-    (found,) = nightly.run("nosuch", limit_s=0.2)
-    assert found.results == ("exit code 124; see logs/nosuch.log",)
 
 
 def test_the_lowest_versions_are_those_that_the_packages_declare(minimums):
