@@ -63,7 +63,7 @@ HARDWARE = {
     "cuda": ("packages/tr-dist/tests/test_gpu_numbers.py", "packages/tr-dist/tests/test_device.py",
              "packages/tr-core/tests/test_single_device.py"),
 }  # fmt: skip
-MATRIX = "packages/tr-all/docs/matrix.json"
+MATRIX = "packages/tr-all/docs/matrix.md"
 
 
 @nox.session

@@ -1,6 +1,5 @@
 """The table of what ran on which backend: each cell says what happened, and columns of other days stay."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +44,7 @@ def test_that_a_part_of_its_own_works(): pass
 
 def run(folder, *options):
     environment = {"PYTHONPATH": f"{FOLDER}:{':'.join(sys.path)}", "PATH": "/usr/bin:/bin", "USE_TORCH_XLA": "0"}
-    plain = ("-q", "-p", "no:cacheprovider", "-p", "matrix", "--matrix", str(folder / "matrix.json"))
+    plain = ("-q", "-p", "no:cacheprovider", "-p", "matrix", "--matrix", str(folder / "matrix.md"))
     command = [sys.executable, "-m", "pytest", *plain, *options]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -59,7 +58,7 @@ def cells(folder):
         words = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if not words or words[0] == "---":
             continue
-        if words[0] in ("", "`optim`", "backend", "test"):
+        if words[0] in ("scenario", "`optim`", "backend", "test"):
             head = words
         found |= {(words[0], column): word for column, word in zip(head[1:], words[1:], strict=True)}
     return found
@@ -68,37 +67,47 @@ def cells(folder):
 def test_a_session_writes_its_column_and_leaves_those_of_other_days(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
-    old = {"date": "2020-02-02", "machine": "another", "python": "3.1", "versions": {"torch": "1"}}
-    rows = {"resume": {"passed": {"": {"ddp": 3}}}}
-    (tmp_path / "matrix.json").write_text(json.dumps({"columns": {"ddp": {**old, "rows": rows}}}))
+    about = {"day": "2020-02-02", "machine": "another", "Python": "3.1", "libraries": "torch 1"}
+    old = matrix.Column(
+        about, {matrix.SCENARIOS["resume"]: "passed, refused (1)", "its own": "passed"}, ["on a | Monday"]
+    )
+    (tmp_path / "matrix.md").write_text(matrix.page({"ddp": old}))
     ended = run(tmp_path, "--column", "deepspeed")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "not run here: needs a GPU: 1\n    test_third" in ended.stdout
     found = cells(tmp_path)
     words = matrix.SCENARIOS
-    assert found[words["resume"], "ddp"] == "passed"
+    assert found[words["resume"], "ddp"] == "passed, refused (1)"
     assert found["ddp", "day"] == "2020-02-02"
     assert found[words["resume"], "deepspeed"] == "**failed** (test_second), passed"
-    assert found[words["bf16"], "deepspeed"] == "not run here (2)"
-    assert found[words["short"], "deepspeed"] == "impossible (1)"
+    assert found[words["bf16"], "deepspeed"] == "not run here (1)"
+    assert found[words["short"], "deepspeed"] == "impossible (2)"
     assert found[words["once"], "deepspeed"] == "no test"
-    assert found["lomo", "deepspeed"] == "refused (3)"
-    assert found["sgd", "deepspeed"] == "passed, refused (4)"
-    assert found["sgd", "ddp"] == "no test"
+    assert found["`lomo`", "deepspeed"] == "refused (4)"
+    assert found["`sgd`", "deepspeed"] == "passed, refused (3)"
+    assert found["`sgd`", "ddp"] == "no test"
     assert found["that a part of its own works", "result"] == "passed"
+    counts = ("passed", "failed", "refused", "not run here", "impossible", "no test")
+    assert [found["deepspeed", kind] for kind in counts[:5]] == ["1", "1", "1", "1", "1"]
     page = (tmp_path / "matrix.md").read_text()
-    assert "3. it needs matrices\n4. with zero_2: it needs matrices\n" in page
-    assert json.loads((tmp_path / "matrix.json").read_text())["columns"]["ddp"] == {**old, "rows": rows}
+    assert "3. with zero_2: it needs matrices\n4. it needs matrices\n" in page
+    kept = matrix.read(page)["ddp"]
+    assert (kept.about, kept.reasons) == (about, old.reasons)
+    assert {row: text for row, text in kept.cells.items() if text != "no test"} == old.cells
 
 
 def test_rows_are_added_to_a_column_on_request(tmp_path):
-    path, rows = tmp_path / "matrix.json", {"resume": {"passed": {"": {"": 1}}}}
-    matrix.update(path, "cuda", {**matrix.about(()), "rows": rows})
-    matrix.update(path, "cuda", {**matrix.about(()), "rows": {"bf16": rows["resume"]}}, adds=True)
+    path, skipped = tmp_path / "matrix.md", {"not run here": {"needs a GPU": {"": 1}}}
+    matrix.update(path, "cuda", {"resume": skipped})
+    matrix.update(path, "cuda", {"bf16": {"not run here": {"needs two": {"": 1}}}}, adds=True)
     found = cells(tmp_path)
-    assert {found[matrix.SCENARIOS[row], "cuda"] for row in ("resume", "bf16")} == {"passed"}
-    matrix.update(path, "cuda", {**matrix.about(()), "rows": {}})
+    assert [found[matrix.SCENARIOS[row], "cuda"] for row in ("resume", "bf16")] == [
+        "not run here (1)",
+        "not run here (2)",
+    ]
+    matrix.update(path, "cuda", {})
     assert cells(tmp_path)[matrix.SCENARIOS["resume"], "cuda"] == "no test"
+    assert "needs a GPU" not in path.read_text()
 
 
 def test_a_row_that_nobody_knows_is_an_error(tmp_path):
@@ -106,17 +115,18 @@ def test_a_row_that_nobody_knows_is_an_error(tmp_path):
     ended = run(tmp_path, "--column", "cpu")
     assert ended.returncode == 4
     assert "row('resumes') is none of" in ended.stderr
-    assert not (tmp_path / "matrix.json").exists()
+    assert not (tmp_path / "matrix.md").exists()
 
 
 def test_a_cell_for_which_there_can_be_no_test_says_why():
-    data = {"optimizers": [], "columns": {"xla": {**dict.fromkeys(("date", "machine", "python"), ""), "versions": {}}}}
-    data["columns"]["xla"]["rows"] = {}
-    assert "1. PJRT's CPU carries nothing between processes" in matrix.page(data)
+    page = matrix.page({"xla": matrix.Column(dict.fromkeys(matrix.ABOUT, ""))})
+    assert "1. PJRT's CPU carries nothing between processes" in page
+    assert matrix.page(matrix.read(page)) == page
 
 
-def test_the_page_in_the_documentation_is_that_of_its_columns_and_names_every_optimizer():
-    data = json.loads((DOCS / "matrix.json").read_text())
-    assert (DOCS / "matrix.md").read_text() == matrix.page(data)
-    assert {*data["columns"]} <= {*matrix.COLUMNS}
-    assert data["optimizers"] == optimizer_names()
+def test_the_page_in_the_documentation_can_be_read_back_and_names_every_optimizer():
+    page = (DOCS / "matrix.md").read_text()
+    columns = matrix.read(page)
+    assert matrix.page(columns) == page
+    assert {*columns} <= {*matrix.COLUMNS}
+    assert all(f"| `{name}` |" in page for name in optimizer_names())

@@ -1,13 +1,14 @@
 """A plugin of pytest that writes what ran on a backend and what did not: `-p matrix --matrix FILE --column NAME`.
 
-FILE holds a column for each backend, of the day and machine that it was run on; the page beside it, of the same name
-with `.md`, is written from all of them. A test's row is what its mark says, `row("resume")`, or its own name.
-Without `--matrix` nothing is written; the counts are printed.
+FILE is a page in Markdown with a column for each backend, of the day and machine that it was run on; a session replaces
+its own column, and leaves the others as it reads them there. A test's row is what its mark says, `row("resume")`, or
+its own name. Without `--matrix` nothing is written; the counts are printed.
 """
 
-import json
+import re
 import sys
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ LIBRARIES = (
 
 
 def pytest_addoption(parser):
-    parser.addoption("--matrix", type=Path, help="write what ran as a column of this file")
+    parser.addoption("--matrix", type=Path, help="write what ran as a column of this page")
     parser.addoption("--column", choices=COLUMNS, help="the backend that is run")
     parser.addoption("--matrix-adds", action="store_true", help="keep the column's rows that are not run now")
 
@@ -109,7 +110,7 @@ class Recorder:
         options = session.config.option
         if options.matrix is None or hasattr(session.config, "workerinput") or exitstatus not in (0, 1):
             return
-        update(options.matrix, options.column, {**about(LIBRARIES), "rows": self.rows}, adds=options.matrix_adds)
+        update(options.matrix, options.column, self.rows, adds=options.matrix_adds)
 
 
 def outcome(report, known):
@@ -132,34 +133,44 @@ def note(rows, row, kind, why, variant):
     counts[variant] = counts.get(variant, 0) + 1
 
 
-def update(path, name, column, *, adds=False):
-    """Write a column into the file, and the page from all columns; the other columns stay as they are."""
-    from tr_core.testing import optimizer_names
+@dataclass
+class Column:
+    """What the page has of a backend: where it ran, a text for each row, and the reasons that these give by number."""
 
-    data = json.loads(path.read_text()) if path.exists() else {"columns": {}}
-    before = data["columns"].get(name, {}).get("rows", {}) if adds else {}
-    data["columns"][name] = {**column, "rows": {**before, **column["rows"]}}
-    data["optimizers"] = optimizer_names()
-    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    path.with_suffix(".md").write_text(page(data))
-
-
-class Reasons:
-    """Gives each reason the number under which the page has it."""
-
-    def __init__(self):
-        self.known = []
+    about: dict = field(default_factory=dict)
+    cells: dict = field(default_factory=dict)
+    reasons: list = field(default_factory=list)
 
     def number(self, text):
-        if text not in self.known:
-            self.known.append(text)
-        return self.known.index(text) + 1
+        text = " ".join(text.split())  # the page has a line for it
+        if text not in self.reasons:
+            self.reasons.append(text)
+        return self.reasons.index(text) + 1
 
 
-def cell(found, reasons, declared=None):
-    """Return what a cell says: every kind of outcome of its tests, or that there are none."""
-    if not found:
-        return f"impossible ({reasons.number(declared)})" if declared else "no test"
+def update(path, name, rows, *, adds=False):
+    """Write a column into the page; the others stay as they are."""
+    columns = read(path.read_text()) if path.exists() else {}
+    column = columns[name] = columns.get(name, Column()) if adds else Column()
+    found = about(LIBRARIES)
+    libraries = ", ".join(f"{library} {version}" for library, version in found["versions"].items())
+    column.about = {
+        "day": found["date"],
+        "machine": found["machine"],
+        "Python": found["python"],
+        "libraries": libraries,
+    }
+    column.cells |= {label(row): cell(kinds, column) for row, kinds in rows.items()}
+    path.write_text(page(columns))
+
+
+def label(row):
+    """Return the words of the page for a row."""
+    return SCENARIOS.get(row) or (f"`{row.removeprefix(OPTIM)}`" if row.startswith(OPTIM) else row)
+
+
+def cell(found, column):
+    """Return what a cell says: every kind of outcome of its tests."""
     words = []
     for kind in (kind for kind in KINDS if kind in found):
         if kind == "passed":
@@ -169,10 +180,8 @@ def cell(found, reasons, declared=None):
             words.append(f"**failed** ({', '.join(sorted(cases))})")
         else:
             partial = len(found) > 1
-            numbers = sorted(
-                {reasons.number(reason(why, variants, partial)) for why, variants in sorted(found[kind].items())}
-            )
-            words.append(f"{kind} ({', '.join(map(str, numbers))})")
+            numbers = {column.number(reason(why, variants, partial)) for why, variants in sorted(found[kind].items())}
+            words.append(f"{kind} ({', '.join(map(str, sorted(numbers)))})")
     return ", ".join(words)
 
 
@@ -182,65 +191,83 @@ def reason(why, variants, partial):
     return f"with {', '.join(named)}: {why}" if named else why
 
 
-def result(found, declared=None):
+def result(text):
     """Return the one word that the counts of a column take a cell for."""
-    if not found:
-        return "impossible" if declared else "no test"
-    return next(kind for kind in KINDS if kind in found)
+    return next(kind for kind in (*KINDS, "no test") if kind in text)
+
+
+def read(text):
+    """Return the columns of a page."""
+    columns, head, of = {}, [], None
+    for line in text.splitlines():
+        words = [word.strip() for word in line.strip("|").split(" | ")] if line.startswith("| ") else []
+        if line.startswith("### "):
+            of = columns[line[4:]]
+        elif of and (numbered := re.match(r"\d+\. (.*)", line)):
+            of.reasons.append(numbered[1])
+        elif not words or words[0] == "---":
+            head = head if words else []
+        elif not head:
+            head = words
+        elif head[0] == "backend":
+            columns[words[0]] = Column({name: word for name, word in zip(head, words, strict=True) if name in ABOUT})
+        elif head[0] == "test":
+            of.cells[words[0]] = words[1]
+        else:
+            for name, word in zip(head[1:], words[1:], strict=True):
+                columns[name].cells[words[0]] = word
+    return columns
 
 
 def table(head, lines):
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
 
 
-def page(data):
+def page(columns):
     """Return the page in Markdown."""
-    columns = {name: data["columns"][name] for name in COLUMNS if name in data["columns"]}
-    rows = [*SCENARIOS, *(OPTIM + name for name in data["optimizers"])]
-    reasons = Reasons()
-    cells = {
-        row: [cell(columns[name]["rows"].get(row), reasons, IMPOSSIBLE.get((row, name))) for name in columns]
-        for row in rows
-    }
-    own = {name: {row: f for row, f in c["rows"].items() if row not in cells} for name, c in columns.items()}
-    counted = [
-        Counter(result(columns[name]["rows"].get(row), IMPOSSIBLE.get((row, name))) for row in rows) for name in columns
-    ]
+    from tr_core.testing import optimizer_names
+
+    columns = {name: columns[name] for name in COLUMNS if name in columns}
+    optimizers = [f"`{name}`" for name in optimizer_names()]
+    for (row, name), why in IMPOSSIBLE.items():
+        if name in columns and columns[name].cells.get(label(row), "no test") == "no test":
+            columns[name].cells[label(row)] = f"impossible ({columns[name].number(why)})"
+    rows = {row: [c.cells.get(row, "no test") for c in columns.values()] for row in [*SCENARIOS.values(), *optimizers]}
+    own = {name: {row: text for row, text in c.cells.items() if row not in rows} for name, c in columns.items()}
+    counted = [Counter(map(result, texts)) for texts in zip(*rows.values(), strict=True)]
     kinds = ("passed", "failed", "refused", "not run here", "impossible", "no test")
     lines = [INTRODUCTION]
     lines += table(
-        ["backend", "day", *kinds, "machine", "Python", "libraries"],
+        ["backend", *ABOUT[:1], *kinds, *ABOUT[1:]],
         [
-            [name, c["date"], *(str(n[kind]) for kind in kinds), c["machine"], c["python"],
-             ", ".join(f"{library} {c['versions'][library]}" for library in LIBRARIES if library in c["versions"])]
-            for (name, c), n in zip(columns.items(), counted, strict=True)
+            [name, column.about["day"], *(str(n[kind]) for kind in kinds), *(column.about[key] for key in ABOUT[1:])]
+            for (name, column), n in zip(columns.items(), counted, strict=True)
         ],
-    )  # fmt: skip
+    )
     if absent := [name for name in COLUMNS if name not in columns]:
         lines += ["", f"Not run as a whole yet, and so without a column: {', '.join(absent)}."]
-    lines += ["", "## Scenarios", ""]
-    lines += table(["", *columns], [[words, *cells[row]] for row, words in SCENARIOS.items()])
+    lines += ["", "## Scenarios", "", *table(["scenario", *columns], [[row, *rows[row]] for row in SCENARIOS.values()])]
     lines += ["", "## Optimizers", "", OPTIMIZERS, ""]
-    lines += table(["`optim`", *columns], [[name, *cells[OPTIM + name]] for name in data["optimizers"]])
-    own_lines = []
-    for name, found in own.items():
-        told = [[row, cell(outcome, reasons)] for row, outcome in sorted(found.items())]
-        own_lines += ["", f"### {name}", "", *table(["test", "result"], told)] if told else []
-    lines += ["", "## Reasons", ""]
-    lines += [f"{number}. {text}" for number, text in enumerate(reasons.known, 1)]
-    lines += ["", "## Tests of one backend", "", OWN, *own_lines]
+    lines += table(["`optim`", *columns], [[row, *rows[row]] for row in optimizers])
+    lines += ["", "## Reasons, and tests of one backend", "", OWN]
+    for name, column in columns.items():
+        lines += ["", f"### {name}", ""]
+        lines += [f"{number}. {text}" for number, text in enumerate(column.reasons, 1)]
+        if told := [[row, text] for row, text in sorted(own[name].items())]:
+            lines += ["", *table(["test", "result"], told)]
     return "\n".join(lines) + "\n"
 
 
+ABOUT = ("day", "machine", "Python", "libraries")
 INTRODUCTION = """# What runs on which backend
 
 `nox -s "backend(NAME)"` runs the tests of a backend and writes its column here, with the day, the machine and the
-versions; this page is not edited by hand. One row is one or more tests (`tests/backends`), in all variants of the
-backend:
+versions, before a release; this page is not edited by hand. One row is one or more tests (`tests/backends`), in all
+variants of the backend:
 
 - passed: all its tests passed; **failed**: those named did not.
 - refused: by design. It ends with one clear message before anything is trained, which is tested.
-- not run here, impossible: the number is that of the [reason](#reasons).
+- not run here, impossible: the numbers are those of the backend's [reasons](#reasons-and-tests-of-one-backend).
 - no test: nothing in these sessions is about it.
 
 A cell with more than one word says what is true of some variants each.
@@ -248,5 +275,5 @@ A cell with more than one word says what is true of some variants each.
 OPTIMIZERS = """Every name that `--optim` accepts. Passed means: four steps or more changed the weights, on several
 processes to those of one; in which variants and how near is in [every optimizer with every
 backend](../../tr-dist/docs/optimizers.md)."""
-OWN = """What has no counterpart on the other backends. Numbers are reasons, as above. Without its device, what passed
-of `mps` and `cuda` ran on a substitute that computes on the CPU, or asks only what is chosen and refused."""
+OWN = """The tests have no counterpart on the other backends. Without its device, what passed of `mps` and `cuda` ran on
+a substitute that computes on the CPU, or asks only what is chosen and refused."""
