@@ -1,11 +1,11 @@
 """Let tests import `shared`, and keep what one test does to the packages' loggers from the tests that follow."""
 
-import gc
 import importlib
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,12 +15,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Half of what a short run in ranks takes is importing these.
 _OF_RANKS = "tr_core.trainer.trainer tr_ckpt.checkpointer tr_ckpt.hub.hub_callback tr_log.report.page tr_optim.registry"
 os.environ["TR_RANKS_PRELOAD"] = _OF_RANKS
+# What the packages do not require: without one, the files of tests that import it are skipped.
+OPTIONAL = {"accelerate", "datasets", "deepspeed", "huggingface_hub", "optuna", "peft", "torchmetrics", "transformers"}
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of collections of garbage, which look at all objects of torch each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator:
+    """Skip a file that imports an optional library which is not installed."""
+    report = yield
+    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", str(report.longrepr)) if report.failed else None
+    if missing and missing[1] in OPTIONAL:
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"Skipped: needs {missing[1]}")
+    return report
 
 
 def of_the_packages() -> list[logging.Logger]:

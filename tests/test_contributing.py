@@ -64,12 +64,14 @@ def test_the_packages_are_released_in_an_order_in_which_each_finds_its_siblings(
         assert siblings <= set(order[:place]), name
 
 
-def test_the_hooks_use_the_ruff_of_the_session_and_download_nothing():
+def test_the_hooks_use_the_ruff_of_the_session_and_need_no_session():
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
     assert repository["repo"] == "local"
     for hook in repository["hooks"]:
-        assert hook["language"] == "system"
-        assert hook["entry"].startswith(".nox/lint/bin/ruff ")
+        assert hook["language"] == "python"
+        assert hook["entry"].startswith("ruff ")
+        (ruff,) = hook["additional_dependencies"]
+        assert f'RUFF = "{ruff}"' in (ROOT / "tools/requirements.py").read_text("utf-8")
 
 
 def test_the_citation_has_what_the_format_requires():

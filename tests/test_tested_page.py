@@ -88,7 +88,7 @@ def test_every_session_that_tests_is_run_by_every_change_or_by_a_night():
     there = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)*def (\w+)", text, re.MULTILINE))
     nights = {match[0] for session in listed("NIGHT") if (match := re.match(r"\w+", session))}
     every_change = {"tests", "lint", "types", "layers", "alone", "integration"}
-    measures_or_writes = {"quickstart", "nightly", "equality", "bench", "format_"}
+    measures_or_writes = {"quickstart", "nightly", "equality", "bench", "format_", "regen"}
     assert there == nights | every_change | measures_or_writes
 
 

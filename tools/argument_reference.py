@@ -1,7 +1,4 @@
-"""Write the page of all training arguments from their fields: type, default, what each changes and excludes.
-
-`python tools/argument_reference.py` writes `packages/tr-args/docs/arguments.md`.
-"""
+"""The page of all training arguments, from their fields: type, default, what each changes and excludes."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ HEAD = """\
 
 `TrainingArguments` has all of these but those under "Generation", which `Seq2SeqTrainingArguments` adds. Each is a
 keyword in code, `--name value` on a command line, and a key in a file ([tr-args](../README.md)). This page is written
-from their fields by `python tools/argument_reference.py`.
+from their fields by `nox -s regen`.
 
 "Resumed with another value" says what the change means to a run that is resumed
 ([how](../../tr-core/docs/adr/0005-changed-settings-at-resume.md)). "Changed later" says when an assignment to the
@@ -161,8 +158,3 @@ def shown(value: Any) -> str:
 def named() -> Iterator[str]:
     """Yield the names of all arguments, for the test that the page has each."""
     yield from schema(Seq2SeqTrainingArguments)
-
-
-if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), "utf-8")

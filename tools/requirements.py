@@ -1,6 +1,7 @@
 """What the sessions of the noxfile install beside the packages themselves."""
 
 PYTEST = ("pytest", "pytest-xdist")
+RUFF = "ruff==0.17.5"  # of the hooks too: .pre-commit-config.yaml
 
 # What the tests and examples with real models and data need.
 TRANSFORMERS = ("transformers==5.23.0", "accelerate==1.15.0", "datasets>=3")

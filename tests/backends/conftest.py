@@ -9,7 +9,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from matrix import add_marks
 from variants import BACKEND_OF, BACKENDS, VARIANTS, chosen, missing_device
 
 if find_spec("torchao"):
@@ -20,10 +19,6 @@ if find_spec("torchao"):
 
 def pytest_addoption(parser):
     parser.addoption("--backend", action="append", choices=sorted(BACKENDS), help="run on this backend only")
-
-
-def pytest_configure(config):
-    add_marks(config)
 
 
 def pytest_generate_tests(metafunc):

@@ -56,14 +56,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    add_marks(config)
+    for mark in ("row(name): the row of the matrix", "column(*names): the backends"):  # here and in pyproject.toml
+        config.addinivalue_line("markers", mark)
     config.pluginmanager.register(Recorder(config), "matrix-recorder")
-
-
-def add_marks(config):
-    """Register the marks of tests."""
-    config.addinivalue_line("markers", "row(name): the row of the matrix that the test is a part of")
-    config.addinivalue_line("markers", "column(*names): the backends that the test is about")
 
 
 def row_of(item):

@@ -49,7 +49,7 @@ def test_nothing_is_refused_that_transformers_does_not_have():
 
 
 def test_the_page_lists_them():
-    assert table() in PAGE.read_text(encoding="utf-8")
+    assert table() in PAGE.read_text(encoding="utf-8"), "run `nox -s regen`"
 
 
 def test_what_transformers_assigns_may_be_assigned_or_is_refused_in_words(tmp_path):
