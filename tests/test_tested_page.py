@@ -4,11 +4,13 @@ import ast
 import importlib.util
 import json
 import re
+import shlex
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
@@ -76,20 +78,33 @@ def test_the_page_has_a_row_a_session(tested, tmp_path, monkeypatch):
     ]
 
 
-def listed(name):
-    """The names that a tuple of the noxfile holds, without importing nox."""
+def sessions(name, monkeypatch):
+    """The sessions that a tuple of the noxfile holds, without importing nox."""
     source = ast.parse((TOOLS.parent / "noxfile.py").read_text())
     (value,) = (n.value for n in source.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
-    return {node.value for node in ast.walk(value) if isinstance(node, ast.Constant)}
+    return eval(ast.unparse(value), {"BACKENDS": tool("requirements", monkeypatch).BACKENDS})
 
 
-def test_every_session_that_tests_is_run_by_every_change_or_by_a_night():
+def test_every_session_that_tests_is_run_by_every_change_or_by_a_night(monkeypatch):
     text = (TOOLS.parent / "noxfile.py").read_text()
     there = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)*def (\w+)", text, re.MULTILINE))
-    nights = {match[0] for session in listed("NIGHT") if (match := re.match(r"\w+", session))}
+    nights = {re.match(r"\w+", session)[0] for session in sessions("NIGHT", monkeypatch)}
     every_change = {"tests", "lint", "types", "layers", "alone", "integration"}
     measures_or_writes = {"quickstart", "nightly", "equality", "bench", "format_", "regen"}
     assert there == nights | every_change | measures_or_writes
+
+
+def test_the_scheduled_workflow_has_a_job_for_each_session_of_a_night(monkeypatch):
+    workflow = yaml.safe_load((TOOLS.parent / ".github/workflows/nightly.yml").read_text())
+    jobs = workflow["jobs"]["session"]["strategy"]["matrix"]["session"]
+    slow = [[name, "--", "-m", "slow"] for name in sessions("SLOW", monkeypatch)]
+    assert [shlex.split(job) for job in jobs] == slow + [[name] for name in sessions("NIGHT", monkeypatch)]
+
+
+def test_what_every_change_runs_by_the_command_has_a_job():
+    workflow = yaml.safe_load((TOOLS.parent / ".github/workflows/ci.yml").read_text())
+    jobs = {session for job in workflow["jobs"].values() for session in job["strategy"]["matrix"]["session"]}
+    assert {"lint", "types", "layers", "integration", "alone"} <= jobs
 
 
 def test_the_lowest_versions_are_those_that_the_packages_declare(minimums):
