@@ -9,8 +9,9 @@ A step's loss is the mean over the contents of its micro-batches, in one of two 
   It is weighted if ranks hold unequal shares of a short micro-batch.
 
 The signature does not show which of the two it is, so nothing is guessed from it. Where it matters, the loss of the
-first micro-batch is computed with the count and with twice the count: half of it is counted, the same is a mean. A
-user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
+first micro-batch is computed with the count and with twice the count: half of it is counted, the same is a mean. In
+the same way it is seen whether an override of `compute_loss` that reads `current_gradient_accumulation_steps` divides
+by it. A user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
 
 This file also holds dicts of losses from an override of `compute_loss`, label smoothing, and `StepScope`, the data of
 the current step and micro-batch.
@@ -46,14 +47,15 @@ class Division(Enum):
 
 @dataclass(frozen=True)
 class Pair:
-    """Hold the loss of one batch with its count and with twice the count, all else equal.
+    """Hold the loss of one batch with the count, or the micro-batches, of its step and with twice that, all else equal.
 
     Attributes:
-        once: the loss with `count`; NaN if the loss is no single number, which its backward pass refuses.
+        number: what was doubled.
+        once: the loss with that; NaN if the loss is no single number, which its backward pass refuses.
         unit: the largest relative error of one rounding in the loss's type.
     """
 
-    count: float
+    number: float
     once: float
     twice: float
     unit: float
@@ -70,7 +72,7 @@ def compare(pairs: Sequence[Pair]) -> str | None:
     divided. A loss that differs by itself, as sums in an arbitrary order do, may differ by four times that.
 
     Returns:
-        `counted` if twice the count halves the loss, `mean` if it changes nothing, `zero` for a loss of 0, which shows
+        `counted` if twice the number halves the loss, `mean` if it changes nothing, `zero` for a loss of 0, which shows
         neither, `unclear` for all else. None if the loss is not finite.
     """
     first = pairs[0]
@@ -99,6 +101,8 @@ class LossRule:
         observed: whether the losses of training are divided by the count; None if that is not known.
         evaluated: the same of the losses of evaluations.
         was_zero: whether the last loss that was looked at was 0, and said nothing.
+        divides_itself: whether the losses of training are divided by the micro-batches of their step already; None if
+            that is not known, which matters only in a step of several.
         is_own_loss: set by `Trainer.compute_loss`: the Trainer computes the loss, not only an override.
     """
 
@@ -174,6 +178,7 @@ class LossRule:
         """Look at the losses of training again: a run begins."""
         self.is_open, self.was_zero = True, False
         self.observed: bool | None = None
+        self.divides_itself: bool | None = None
 
     def asks(self, size: int, is_scaled: bool | None) -> bool:
         """Whether a loss must be looked at: what it is divided by is not known and matters. The same on all ranks."""
@@ -205,6 +210,25 @@ class LossRule:
             self.is_open, self.observed = False, _MEAN not in answers
         self.was_zero = self.is_open and _ZERO in answers and is_scaled is None
 
+    def observe_accumulation(self, look: Callable[[], Pair], *, is_counted: bool) -> None:
+        """Find out whether the losses of training are divided by the micro-batches of their step already. Collective.
+
+        Args:
+            look: computes the loss of a micro-batch with their number and with twice that.
+            is_counted: whether the loss got the count of its step.
+
+        Raises:
+            ValueError: it cannot be seen, or the loss is divided by the count too.
+        """
+        answers, seen = self._exchange([look()], has_targets=True)
+        self.was_zero = answers <= {None, _ZERO} and _ZERO in answers
+        if answers <= {None, _ZERO}:
+            return  # it says nothing: the next one is looked at
+        is_unclear = _UNCLEAR in answers or {_COUNTED, _MEAN} <= answers
+        if is_unclear or (_COUNTED in answers and is_counted and self.observed):
+            raise ValueError(_divided_twice(seen))
+        self.divides_itself = _COUNTED in answers
+
     def _exchange(self, pairs: list[Pair], *, has_targets: bool) -> tuple[set[str | None], list[list[Pair]]]:
         """Return what the ranks found, and what they saw. Collective."""
         answer = compare(pairs)
@@ -230,7 +254,7 @@ class LossRule:
         is_known = given_count is False or (given_count and self.observed is not None)
         if is_known and not used and (size > 1 or self._over_ranks) and self._declared():
             raise ValueError(_contradicts())
-        return Division.COUNTED if used else Division.MEAN
+        return Division.COUNTED if used else Division.AS_IS if self.divides_itself else Division.MEAN
 
     def share(self, loss: torch.Tensor, division: Division, size: int, weight: float) -> torch.Tensor:
         """Scale one micro-batch's loss, or a part of it, to its share of the step's loss."""
@@ -336,21 +360,32 @@ _DECLARE = (
 
 
 ZERO_WITH_GRADIENTS = (
-    "the loss of this micro-batch is 0 and its gradients are not, so whether it is divided by num_items_in_batch "
-    f"cannot be seen, and decides what the gradients are divided by. {_DECLARE}"
+    "the loss of this micro-batch is 0 and its gradients are not, so whether it is divided for the whole step cannot "
+    f"be seen, and decides what the gradients are divided by. {_DECLARE}"
 )
 
 
-def _unclear(pairs_of_ranks: Sequence[Sequence[Pair]]) -> str:
-    seen = "; ".join(
-        f"{' and '.join(f'{pair.once:.7g}' for pair in pairs)} with {pairs[0].count:g}, "
-        f"{' and '.join(f'{pair.twice:.7g}' for pair in pairs)} with {2 * pairs[0].count:g}"
+def _seen(pairs_of_ranks: Sequence[Sequence[Pair]]) -> str:
+    return "; ".join(
+        f"{' and '.join(f'{pair.once:.7g}' for pair in pairs)} with {pairs[0].number:g}, "
+        f"{' and '.join(f'{pair.twice:.7g}' for pair in pairs)} with {2 * pairs[0].number:g}"
         for pairs in pairs_of_ranks
     )
+
+
+def _divided_twice(pairs_of_ranks: Sequence[Sequence[Pair]]) -> str:
+    return (
+        "compute_loss reads current_gradient_accumulation_steps, and whether it divides the loss by that cannot be "
+        "seen, or it does and divides by num_items_in_batch too. The loss of the first micro-batch: "
+        f"{_seen(pairs_of_ranks)}. {_DECLARE}"
+    )
+
+
+def _unclear(pairs_of_ranks: Sequence[Sequence[Pair]]) -> str:
     return (
         "what the loss is divided by cannot be seen, and decides what the gradients are divided by: twice the "
         "num_items_in_batch gives neither half of the loss nor the same. The loss of the first micro-batch, computed "
-        f"twice: {seen}. {_DECLARE}"
+        f"twice: {_seen(pairs_of_ranks)}. {_DECLARE}"
     )
 
 
@@ -457,6 +492,8 @@ class StepScope:
     It is a separate object so that a step assigns nothing to the Trainer, which checks all assignments to it.
 
     Attributes:
+        size: micro-batches of the step.
+        size_was_read: whether `current_gradient_accumulation_steps` was read; by whom is for its reader to know.
         is_last: whether the micro-batch is the last of its step; True outside a step.
         weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
         total: samples of the micro-batch on all ranks; None if each rank knows only its own, and outside a batch.
@@ -466,6 +503,7 @@ class StepScope:
     """
 
     size: int = 1
+    size_was_read: bool = False
     is_last: bool = True
     weight: float = 1.0
     total: int | None = None

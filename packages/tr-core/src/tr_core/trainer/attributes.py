@@ -141,6 +141,7 @@ class Attributes(TrainerParts):
     @property
     def current_gradient_accumulation_steps(self) -> int:
         """Micro-batches of the current step, fewer than usual at the end of an epoch; each step sets it."""
+        self.scope.size_was_read = True
         return self.scope.size
 
     @current_gradient_accumulation_steps.setter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
@@ -54,19 +55,21 @@ class Stepping(Reporting):
             count = {"num_items_in_batch": num_items_in_batch}
             if self.loss_rule.is_open and self.observes_loss(num_items_in_batch):
                 self._observe_training(model, inputs, num_items_in_batch)
+        wants_outputs = self.callback_handler.wants_outputs
+        options = {**count, "return_outputs": True} if wants_outputs else count
         self.loss_rule.is_own_loss = False
-        wants_outputs, outputs = self.callback_handler.wants_outputs, None
-        with self.loss_context():
-            if wants_outputs:
-                loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count)
-            else:
-                loss = self.compute_loss(model, inputs, **count)
+        if self.scope.size > 1 and self.loss_rule.divides_itself is None:
+            loss = self._first_loss(model, inputs, options)
+        else:
+            with self.loss_context():
+                loss = self.compute_loss(model, inputs, **options)
+        loss, outputs = loss if wants_outputs else (loss, None)
         parts: dict[str, torch.Tensor] = {}
         if not isinstance(loss, torch.Tensor):
             loss, parts = split_loss(loss)
         size, weight, is_scaled = self.scope.size, self.scope.weight, self.loss_is_scaled_for_ga
         if num_items_in_batch is not None or size > 1 or weight != 1.0 or parts:
-            given_count = None if num_items_in_batch is None else bool(count)
+            given_count = None if num_items_in_batch is None else self._loss_takes_count
             division = self.loss_rule.division(given_count, size, is_scaled)
             loss = self.loss_rule.share(loss, division, size, weight)
             self._log_parts(parts, division)
@@ -244,40 +247,89 @@ class Stepping(Reporting):
             is_scaled=self.loss_is_scaled_for_ga,
         )
 
-    def _losses_with(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, context: Callable[[], Any]) -> Pair:
-        """Compute the loss of a batch with its count and with twice the count, and leave all as it was. Sync."""
+    def _first_loss(self, model: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+        """Call `compute_loss` where it is not known whether it divides by the accumulation itself. Collective.
+
+        It can only if it reads `current_gradient_accumulation_steps`. Then all is put back as it was, the loss is
+        looked at, and is computed again for the step.
+        """
+        rule, scope = self.loss_rule, self.scope
+        if self.loss_is_scaled_for_ga is None and self.overrides("compute_loss"):
+            rollback, scope.size_was_read = self._rollback(model), False
+            with self.loss_context():
+                loss = self.compute_loss(model, to_device(inputs, self.strategy.device, copy=True), **options)
+            if not any(self.strategy.gather_objects(scope.size_was_read)):
+                rule.divides_itself = False
+                return loss
+            del loss  # and what its backward pass would need
+            rollback.restore()
+            number = options.get("num_items_in_batch")
+            look = functools.partial(self._losses_with, model, inputs, number, self.loss_context, doubles_size=True)
+            rule.observe_accumulation(look, is_counted=number is not None)
+        else:
+            rule.divides_itself = False
+        with self.loss_context():
+            return self.compute_loss(model, inputs, **options)
+
+    def _rollback(self, model: nn.Module) -> Rollback:
+        return Rollback(self.strategy.device, model, self, vars(self), vars(self.state), self.loss_function)
+
+    def _losses_with(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        num_items: torch.Tensor | None,
+        context: Callable[[], Any],
+        *,
+        doubles_size: bool = False,
+    ) -> Pair:
+        """Compute a loss with the count, or number of micro-batches, and with twice that; leave all as it was. Sync."""
         # What was compiled runs as written: it would be compiled for one call.
         stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
             # Checkpointing warns where there are no gradients.
             with warnings.catch_warnings(action="ignore"), torch.no_grad(), without_own_hooks(model), stance:
-                return self._pair(model, inputs, num_items, context)
+                return self._pair(model, inputs, num_items, context, doubles_size)
         except Exception as error:
             # It may need gradients, a hook, or the memory that compiled code saves.
             self.logger.debug("the loss is looked at in a step like any other: %r", error)
-        return self._pair(model, inputs, num_items, context)
+        return self._pair(model, inputs, num_items, context, doubles_size)
 
-    def _pair(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, context: Callable[[], Any]) -> Pair:
-        own, unit = vars(self), 0.0
+    def _pair(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        num_items: torch.Tensor | None,
+        context: Callable[[], Any],
+        doubles_size: bool,
+    ) -> Pair:
+        own, scope, unit = vars(self), self.scope, 0.0
+        size, rollback = scope.size, self._rollback(model)
+        doubled = float(size if num_items is None or doubles_size else num_items)
         losses: list[float] = []
-        options = {"return_outputs": True} if self.is_in_evaluation or self.callback_handler.wants_outputs else {}
-        rollback = Rollback(self.strategy.device, model, self, own, vars(self.state), self.loss_function)
-        for count in (num_items, 2 * num_items):
+        options: dict[str, Any] = (
+            {"return_outputs": True} if self.is_in_evaluation or self.callback_handler.wants_outputs else {}
+        )
+        for factor in (1, 2):
+            if self._loss_takes_count:
+                options["num_items_in_batch"] = num_items if num_items is None or doubles_size else num_items * factor
             own.update(log=_nothing, log_metric=_nothing)  # undone with the rest
+            scope.size = size * factor if doubles_size else size
             try:
                 with context():
                     copied = to_device(inputs, self.strategy.device, copy=True)
-                    loss = self.compute_loss(model, copied, num_items_in_batch=count, **options)
+                    loss = self.compute_loss(model, copied, **options)
             finally:
                 rollback.restore()
+                scope.size = size
                 torch.clear_autocast_cache()  # it has weights without gradients
-            loss = loss[0] if options else loss
+            loss = loss[0] if "return_outputs" in options else loss
             loss = split_loss(loss)[0] if isinstance(loss, Mapping) else loss
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                return Pair(float(num_items), math.nan, math.nan, unit)
+                return Pair(doubled, math.nan, math.nan, unit)
             losses.append(float(loss.detach()))  # sync
             unit = torch.finfo(loss.dtype).eps / 2 if loss.is_floating_point() else 0.0
-        return Pair(float(num_items), losses[0], losses[1], unit)
+        return Pair(doubled, losses[0], losses[1], unit)
 
     def _refuse_gradients_of_zero(self) -> None:
         """Refuse a loss of 0 that has gradients while it is not known what it is divided by. Sync. Collective."""

@@ -308,6 +308,19 @@ class TrainerParts:
         self._bind_process()
         self._derive()
 
+    def _checked_loss_func(self) -> Callable[..., torch.Tensor] | None:
+        """Return `compute_loss_func`; what is no function says, as in the reference, that `compute_loss` divides."""
+        given = self.compute_loss_func
+        if given is None or callable(given):
+            return given
+        if not self.overrides("compute_loss"):
+            raise TypeError(
+                f"compute_loss_func = {given!r} is a {type(given).__name__}; it must be a function (outputs, labels, "
+                "num_items_in_batch=) that returns the loss, or None"
+            )
+        self._set("loss_is_scaled_for_ga", True)
+        return None
+
     def _derive(self) -> None:
         """Compute what depends on the current model, methods and arguments."""
         if self.model is None:
@@ -328,7 +341,7 @@ class TrainerParts:
             self.strategy,
         )
         if not _same_parts(made_of, self._loss_made_of):
-            self.loss_function = self.compute_loss_func
+            self.loss_function = self._checked_loss_func()
             if args.label_smoothing_factor and self.compute_loss_func is None:
                 self.loss_function = LabelSmoother(args.label_smoothing_factor, inner)
             self.loss_rule = LossRule(
