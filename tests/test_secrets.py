@@ -140,7 +140,7 @@ def run(words, folder, **variables):
 def test_a_run_leaves_no_secret_in_its_folder_and_says_none(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["train.py", "--output_dir", "out", "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--use_cpu"]
-    words += ["--hub_token", TOKEN, f"--run_name={ADDRESS}", "--report_to", "csv", "--push_to_hub", "false"]
+    words += ["--hub_token", TOKEN, f"--run_name={ADDRESS}", "--report_to", "jsonl", "--push_to_hub", "false"]
     code, said = run(words, tmp_path)
     assert code == 0, said
     assert clean(said)

@@ -51,7 +51,7 @@ def trainer_of(folder, *, callbacks=(), dataset=None, **options):
             "eval_strategy": "steps",
             "eval_steps": 2,
             "load_best_model_at_end": True,
-            "report_to": ["csv"],
+            "report_to": ["jsonl"],
             "disable_tqdm": True,
             "use_cpu": True,
             **options,
@@ -99,7 +99,7 @@ def test_all_files_of_a_run_are_in_the_folder_that_was_meant_when_it_began(place
     for name in (
         "checkpoint-6/manifest.json",
         "metrics.jsonl",
-        "metrics.csv",
+        "metrics-timed.jsonl",
         "model.safetensors",
         "trainer_state.json",
     ):

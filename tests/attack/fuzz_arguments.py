@@ -24,7 +24,7 @@ per_device_train_batch_size: 8
 num_train_epochs: 3
 lr_scheduler_type: cosine
 lr_scheduler_kwargs: {num_cycles: 0.5, last: [1, 2]}
-report_to: [csv, "tensorboard"]
+report_to: [wandb, "tensorboard"]
 bf16: true
 fsdp: "full_shard auto_wrap"
 fsdp_config:
@@ -65,7 +65,7 @@ OPTIONS = {
 TOML = b"""output_dir = "out"
 learning_rate = 5e-5
 max_steps = 1_000
-report_to = ["csv", 'jsonl']
+report_to = ["wandb", 'jsonl']
 run_name = '''two
 lines'''
 started = 2024-05-27T07:32:00Z
@@ -77,7 +77,7 @@ match = "bias"
 weight_decay = 0.0
 """
 WORDS = b"\n".join(
-    b"--output_dir out --learning-rate 5e-5 --bf16 --no_tf32 --report_to csv jsonl --seed=7 --layers 1 2 3".split()
+    b"--output_dir out --learning-rate 5e-5 --bf16 --no_tf32 --report_to wandb jsonl --seed=7 --layers 1 2 3".split()
     + [b"--lr_scheduler_kwargs", b'{"num_cycles": 0.5, "a": [1, null]}', b"--size", b"small", b"--max_time", b"8h"]
     + [b"--optim_args", b"betas=(0.9, 0.95),eps=1e-8"]
 )
@@ -256,7 +256,7 @@ def _values() -> Parser:
         b"betas=(0.9, 0.95),eps=1e-8,x='a,b'",
         b'{"a": [1, {"b": null}]}',
         b"[1, 2]",
-        b"csv,jsonl",
+        b"wandb,jsonl",
         b"8h30min",
         b"true",
         b"full_shard auto_wrap",

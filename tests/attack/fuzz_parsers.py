@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 
 import tr_ckpt.testing as reading
 from tr_ckpt import Checkpointer, CheckpointError, HubRepository, PushError
-from tr_log import CsvFile, MetricsFile
 from tr_log.testing import lines_of_resumed
 
 MANIFEST = "manifest.json"
@@ -318,17 +317,12 @@ def _hub(saved: Path) -> Iterator[Parser]:
 
 def _metrics() -> Parser:
     lines = b"".join(json.dumps({"step": n, "loss": 0.5 / n, "note": "x"}).encode() + b"\n" for n in range(1, 6))
-    table = b'step,loss,note\n1,0.5,x\n2,0.25,"y,z"\n3,nan,\n'
 
-    def prepare(data: bytes, number: int) -> tuple[Path, bool]:
-        return _written("metrics.csv" if number % 2 else "metrics.jsonl")(data, number), bool(number % 2)
-
-    def parse(given: tuple[Path, bool]) -> None:
-        path, is_table = given
-        lines_of_resumed(CsvFile() if is_table else MetricsFile(), path, 3, [{"step": 2, "loss": 0.1}])
+    def parse(path: Path) -> None:
+        lines_of_resumed(path, 3, [{"step": 2, "loss": 0.1}])
 
     tokens = (*_JSON, b'{"step": 2}\n', b'{"step": true}\n', b"\r\n", b"\n", b'"step"', b",,,", b"x" * 200_000)
-    return Parser("metrics files", (lines, table), tokens, parse, prepare, ())
+    return Parser("metrics files", (lines,), tokens, parse, _written("metrics.jsonl"), ())
 
 
 def _configuration(folder: Path) -> Parser:

@@ -121,7 +121,7 @@ def test_label_smoothing_set_after_construction_acts(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("bf16", True), ("use_cpu", False), ("strategy", "ddp"), ("report_to", ["csv"])]
+    ("name", "value"), [("bf16", True), ("use_cpu", False), ("strategy", "ddp"), ("report_to", ["jsonl"])]
 )
 def test_what_the_trainer_was_built_by_changed_afterwards_is_refused(make_trainer, name, value):
     trainer = make_trainer(report_to="none")

@@ -12,7 +12,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from adapter_runs import STEPS, train, trainer_of
 
-OURS = {"mlflow", "tensorboard", "wandb"}  # beside csv and jsonl
+OURS = {"mlflow", "tensorboard", "wandb"}  # beside jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,9 @@ def test_codecarbon_writes_emissions_into_the_output_folder(tmp_path):
 
 
 def test_several_trackers_of_both_kinds_report_side_by_side(tmp_path):
-    trainer = train(tmp_path / "out", report_to=["dvclive", "csv"])
+    trainer = train(tmp_path / "out", report_to=["dvclive", "jsonl"])
     assert (tmp_path / "dvclive/metrics.json").exists()
-    assert len((tmp_path / "out/metrics.csv").read_text().splitlines()) > len(logged_losses(trainer))
+    assert len((tmp_path / "out/metrics-timed.jsonl").read_text().splitlines()) > len(logged_losses(trainer))
 
 
 def test_a_wrong_name_suggests_trackers_only(tmp_path):

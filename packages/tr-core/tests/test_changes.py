@@ -78,7 +78,10 @@ def test_an_argument_that_a_trainer_is_built_with_is_refused_when_it_differs_at_
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"use_cpu": False}, "use_cpu from True to False"), ({"report_to": ["csv"]}, r"report_to from \[\] to \['csv'\]")],
+    [
+        ({"use_cpu": False}, "use_cpu from True to False"),
+        ({"report_to": ["jsonl"]}, r"report_to from \[\] to \['jsonl'\]"),
+    ],
 )
 def test_the_message_names_both_values(make_trainer, changes, words):
     trainer = make_trainer(8)

@@ -198,6 +198,13 @@ def test_every_option_acts_or_is_refused_or_belongs_to_another_package():
     assert names - read - refused - READ_ELSEWHERE == set()
 
 
+def test_a_tracker_that_is_gone_is_refused_with_what_to_do_instead(make_trainer, monkeypatch):
+    entries = plugins._entries
+    monkeypatch.setattr(plugins, "_entries", lambda group: () if group == "tr.trackers" else entries(group))
+    with pytest.raises(plugins.PluginError, match=r"report_to='csv': there is no tracker 'csv' any more: .*read_json"):
+        make_trainer(report_to="csv")
+
+
 def test_report_to_all_leaves_out_trackers_whose_library_is_missing(make_trainer, monkeypatch):
     def missing(args):
         raise ImportError("pip install 'tr-log[wandb]'")

@@ -16,9 +16,8 @@ def test_every_entry_point_makes_a_callback():
 
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     points = tomllib.loads(text)["project"]["entry-points"]["tr.trackers"]
-    assert {"csv", "jsonl", "mlflow", "tensorboard", "wandb"} < set(points)
+    assert {"jsonl", "mlflow", "tensorboard", "wandb"} < set(points)
     for value in points.values():
         module, _, path = value.partition(":")
         assert callable(attrgetter(path)(import_module(module)))
     assert tr_log.MetricsFile.timed(None).name == "metrics-timed.jsonl"
-    assert tr_log.CsvFile.from_arguments(None).name == "metrics.csv"

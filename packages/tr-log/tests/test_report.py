@@ -1,7 +1,6 @@
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,19 +255,11 @@ def test_times_on_a_device_are_a_column_of_their_own(tmp_path):
     assert found["files"] == []
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(killed, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report([str(killed.path), "--png"]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == f"{killed.path / 'report.html'}\n"
-    assert "run `pip install 'tr-log[png]'`, or leave --png out" in shown.err
-    assert not (killed.path / "report.png").exists()
-
-
-def test_the_page_and_the_picture_are_two_files(killed, capsys):
-    with pytest.raises(SystemExit):
-        report([str(killed.path), "--png", "-o", "both.png"])
-    assert "-o both.png is where the page goes; the picture goes beside it" in capsys.readouterr().err
+def test_whoever_asks_for_a_picture_is_told_what_to_do(killed, capsys):
+    with pytest.raises(SystemExit) as ended:
+        report([str(killed.path), "--png"])
+    assert ended.value.code == 2
+    assert "--png draws no picture any more: leave it out, open the page, and print it" in capsys.readouterr().err
 
 
 def test_on_the_axis_of_time_a_resumed_run_goes_on_when_its_loop_began(killed):

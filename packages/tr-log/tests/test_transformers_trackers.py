@@ -30,7 +30,13 @@ LIBRARIES = {
 def installed(monkeypatch):
     """Return a set of the modules that are found, beside those that have nothing to do with trackers."""
     names, find = set(), transformers_trackers.find_spec
-    top = {"azureml", "transformers", "mlflow", *(module.partition(".")[0] for module, _ in LIBRARIES.values())}
+    top = {
+        "accelerate",
+        "azureml",
+        "transformers",
+        "mlflow",
+        *(module.partition(".")[0] for module, _ in LIBRARIES.values()),
+    }
 
     def found(name):
         if name.partition(".")[0] not in top:

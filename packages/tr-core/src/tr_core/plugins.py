@@ -28,6 +28,11 @@ _KINDS = {
     "tr.strategies": "strategy",
     "tr.trackers": "tracker",
 }
+# Names that are offered no more, and what to do instead.
+_GONE = {
+    ("tr.trackers", "csv"): "every run leaves metrics.jsonl with the same entries, of which "
+    "`pandas.read_json('metrics.jsonl', lines=True).to_csv('metrics.csv')` makes a table",
+}
 
 
 class PluginError(ValueError):
@@ -77,6 +82,8 @@ def _kind(group: str) -> str:
 
 
 def _missing(group: str, name: str, built_in: list[str]) -> str:
+    if instead := _GONE.get((group, name)):
+        return f"there is no {_kind(group)} {name!r} any more: {instead}"
     installed = ", ".join(f"{known} ({origin})" for known, origin in sorted(available(group).items())) or "none"
     message = f"no {_kind(group)} named {name!r}; installed: {installed}"
     if built_in:

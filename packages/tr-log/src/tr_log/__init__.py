@@ -1,6 +1,5 @@
 """Node-aware logging, progress display and metric sinks for training jobs, without torch."""
 
-from tr_log.csv_file import CsvFile
 from tr_log.events_file import EventsFile
 from tr_log.loggers import (
     capture_warnings,
@@ -23,7 +22,6 @@ from tr_log.tracker import Tracker
 from tr_log.wandb_tracker import WandbTracker
 
 __all__ = [
-    "CsvFile",
     "EventsFile",
     "MLflowTracker",
     "MetricsFile",

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tr_log.csv_file import CsvFile
 from tr_log.events_file import process_start
 from tr_log.line_file import LineFile
 from tr_log.loggers import _log_once
@@ -36,19 +35,16 @@ def forget_once() -> None:
     _log_once.cache_clear()
 
 
-def lines_of_resumed(
-    sink: CsvFile | MetricsFile, path: Path, step: int, history: Sequence[Mapping[str, Any]]
-) -> list[str] | None:
+def lines_of_resumed(path: Path, step: int, history: Sequence[Mapping[str, Any]]) -> list[str] | None:
     """Return the lines that a metrics file would get when a run resumes; None if they stay as they are.
 
     Args:
-        sink: reads the file.
         path: the file, which may hold anything; it is only read.
         step: the step of the checkpoint.
         history: the log entries of the checkpoint.
     """
     file = _Read(path)
-    sink.wind_back(file, step, [dict(entry) for entry in history])
+    MetricsFile().wind_back(file, step, [dict(entry) for entry in history])
     return file.lines
 
 

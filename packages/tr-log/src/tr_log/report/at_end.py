@@ -51,20 +51,6 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     replace_file(target, text.encode("utf-8", "replace"))  # a folder may have a name that is no text
 
 
-def write_picture(folders: Sequence[Path], target: Path) -> None:
-    """Write the curves of the runs in these folders as a PNG file. A crash leaves the old one or the new one.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        FileNotFoundError: there is no run.
-        OSError: the file cannot be written.
-    """
-    from tr_log.report.picture import picture
-    from tr_log.report.run_folder import find_runs
-
-    replace_file(target, picture(find_runs(folders)))
-
-
 def replace_file(target: Path, content: bytes) -> None:
     """Write a file beside its place, and move it there; through a link, and into a device or pipe that is there.
 

@@ -1,4 +1,4 @@
-"""Write the page of one or several runs: curves, where the time went, arguments, warnings; or a picture as well."""
+"""Write the page of one or several runs: curves, where the time went, arguments, warnings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from tr_log.report.at_end import REPORT_FILE, write_picture, write_report
+from tr_log.report.at_end import REPORT_FILE, write_report
 from tr_log.streams import write_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page of one or several runs, with `--png` a picture of its curves too, and print the paths.
+    """Write the page of one or several runs, and print its path.
 
     Returns:
         0, or 1 if there is no such run, or a file cannot be written.
@@ -27,21 +27,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"where to write it (default: {REPORT_FILE} in OUTPUT_DIR)"
     )
-    parser.add_argument(
-        "--png", action="store_true", help="also draw the curves into a PNG file beside it (needs tr-log[png])"
-    )
+    parser.add_argument("--png", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     options = parser.parse_args(argv)
     target = options.output or options.folders[0] / REPORT_FILE
-    if options.png and target.suffix == ".png":
-        parser.error(f"-o {target} is where the page goes; the picture goes beside it, by the same name with .png")
+    if options.png:
+        parser.error("--png draws no picture any more: leave it out, open the page, and print it from the browser")
     try:
         write_report(options.folders, target)
         write_text(sys.stdout, f"{target}\n")
-        if options.png:
-            write_picture(options.folders, target.with_suffix(".png"))
-            write_text(sys.stdout, f"{target.with_suffix('.png')}\n")
-    except (OSError, ImportError) as error:
+    except OSError as error:
         write_text(sys.stderr, f"{error}\n")
         return 1
     if options.open:
