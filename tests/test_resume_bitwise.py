@@ -211,3 +211,22 @@ def test_a_checkpoint_of_the_model_alone_is_not_resumed_in_silence(tmp_path):
         trainer(tmp_path, None, [StopAt(6)], save_only_model=True).train()
     with pytest.raises(ValueError, match="optimizer"):
         trainer(tmp_path, save_only_model=True).train(resume_from_checkpoint=True)
+
+
+def test_an_epoch_that_ended_at_the_checkpoint_is_evaluated_by_the_resumed_run(tmp_path):
+    """A checkpoint of an epoch's last step is written before that epoch is evaluated."""
+    options = {"num_train_epochs": 2, "save_steps": 5, "eval_strategy": "epoch"}
+    trainer(tmp_path, rows(18), **options).train()
+    again = trainer(tmp_path / "again", rows(18), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert [entry["step"] for entry in again.state.log_history if "eval_loss" in entry] == [5, 10]
+
+
+def test_the_last_checkpoint_stays_beside_the_best_one(tmp_path):
+    """Without it, resuming the finished run would train from the best one on."""
+    scores = iter([1.0, 2.0])
+    options = {"num_train_epochs": 2, "save_strategy": "epoch", "eval_strategy": "epoch", "save_total_limit": 1}
+    run = trainer(tmp_path, rows(18), metric_for_best_model="score", greater_is_better=False, **options)
+    run.compute_metrics = lambda prediction: {"score": next(scores)}  # the first one is the best
+    run.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-5"]

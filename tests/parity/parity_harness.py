@@ -143,7 +143,7 @@ def build(side: Side, scenario: Scenario, folder: Path, model: nn.Module | None 
             **scenario.options,
         )
     if side is REFERENCE:
-        # It takes total_flos out of the dict that becomes the result; see test_reference_fails_interface.py.
+        # It takes total_flos out of the dict that becomes the result.
         trainer.remove_callback(transformers.PrinterCallback)
     return Outcome(side, folder, trainer, recorder, batches)
 

@@ -5,7 +5,8 @@ import parity_data as data
 import parity_models as models
 import pytest
 import torch
-from parity_harness import OURS, REFERENCE, Scenario, run
+import transformers
+from parity_harness import OURS, REFERENCE, Scenario, run, run_both
 from parity_tokenizers import WORDS, word_tokenizer
 
 from tr_core.testing import measure_lengths
@@ -104,3 +105,13 @@ def test_a_kept_loader_is_of_the_data_that_was_given(tmp_path):
         trainer = run(side, scenario, tmp_path / side.name).trainer
         assert trainer.evaluate()["eval_rows"] == 9
         assert trainer.evaluate(other)["eval_rows"] == (9 if side is REFERENCE else 6)
+
+
+def test_a_collator_that_gets_all_columns_in_both_is_the_same(tmp_path):
+    def collate(samples):
+        assert all("weight" in sample for sample in samples)
+        return transformers.default_data_collator([{k: s[k] for k in ("x", "labels")} for s in samples])
+
+    arguments = {"remove_unused_columns": False}
+    reference, ours = run_both(Scenario(models.Mlp, rows, None, arguments, {"data_collator": collate}), tmp_path)
+    assert ours.losses == reference.losses

@@ -64,7 +64,7 @@ def test_a_causal_model_is_evaluated_the_same(parity):
     parity(
         models.llama,
         data.tokens(),
-        # As many targets in each row: else the means are taken differently (see test_reference_fails_losses.py).
+        # As many targets in each row: else the reference takes the mean of the batches' means.
         data.tokens(7, seed=8, masked=False),
         eval_strategy="epoch",
         per_device_eval_batch_size=2,

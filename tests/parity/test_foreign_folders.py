@@ -73,7 +73,7 @@ def test_what_was_taken_over_and_what_was_not_is_in_the_log(tmp_path, caplog):
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_a_missing_file_is_an_error(tmp_path, file):
-    """The reference goes on in silence: see test_reference_fails_resume.py."""
+    """The reference goes on in silence, as at the very beginning."""
     scenario = Scenario(models.Mlp, data.classes())
     begun(scenario, tmp_path)
     (tmp_path / "begun" / "checkpoint-4" / file).unlink()

@@ -7,6 +7,7 @@ import torch
 import transformers
 from parity_foreign import begun, both_go_on, resumed
 from parity_harness import OURS, REFERENCE, Scenario, assert_same, run, same_tensors
+from transformers.trainer_callback import ExportableState
 
 EVALUATION = data.classes(9, seed=8)
 # Five batches a pass and two passes: in the middle of the first, at the boundary, in the middle of the second.
@@ -238,3 +239,27 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
     assert again.output.global_step == 10
     assert same_tensors(whole.weights, again.weights)
     assert again.batches.train == []
+
+
+class Counts(ExportableState):
+    """Counts steps, with a state in the form of the reference."""
+
+    def __init__(self, by=1):
+        self.by, self.count = by, 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.count += self.by
+
+    def state(self):
+        return {"args": {"by": self.by}, "attributes": {"count": self.count}}
+
+
+def test_a_callback_of_the_reference_keeps_its_state_and_what_the_resumed_run_gives_it(tmp_path):
+    counts = type("Counter", (Counts, OURS.callback), {})
+    arguments = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": True}
+    run(OURS, Scenario(models.Mlp, data.classes(), None, arguments, {}, lambda: [counts()]), tmp_path)
+    given = counts(3)
+    again = Scenario(models.Mlp, data.classes(), None, arguments, {}, lambda: [given])
+    outcome = run(OURS, again, tmp_path / "again", resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert given in outcome.trainer.callback_handler.callbacks
+    assert (given.count, given.by) == (5 + 5 * 3, 3)

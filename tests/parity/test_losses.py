@@ -1,4 +1,6 @@
-"""Losses: what they are divided by under accumulation."""
+"""Losses: what they are divided by under accumulation, and what is left out of the log."""
+
+import math
 
 import parity_data as data
 import parity_models as models
@@ -54,4 +56,25 @@ def test_a_loss_function_that_divides_by_the_count_is_the_same(parity, accumulat
         options={"compute_loss_func": summed},
         gradient_accumulation_steps=accumulation,
         eval_strategy="epoch",
+    )
+
+
+def poisoned():
+    """Return samples of which one is not a number."""
+    samples = data.classes()
+    samples.samples[4]["x"][0] = math.nan
+    return samples
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_both_leave_losses_that_are_no_number_out_of_the_log_if_that_is_asked_for(parity, accumulation):
+    parity(
+        models.Mlp,
+        poisoned,
+        poisoned,
+        logging_nan_inf_filter=True,
+        logging_steps=3,
+        gradient_accumulation_steps=accumulation,
+        eval_strategy="epoch",
+        per_device_eval_batch_size=4,
     )

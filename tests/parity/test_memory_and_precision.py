@@ -5,7 +5,7 @@ import json
 import parity_data as data
 import parity_models as models
 import pytest
-from parity_harness import EVAL_LOSS_TOLERANCE, OURS, REFERENCE, Scenario, build, same_tensors, warnings_of
+from parity_harness import EVAL_LOSS_TOLERANCE, OURS, REFERENCE, Scenario, build, run, same_tensors, warnings_of
 
 LLAMA = {"learning_rate": 0.01, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
@@ -31,6 +31,13 @@ def test_activation_checkpointing_by_its_older_name_is_the_same(parity):
         gradient_checkpointing_kwargs={"use_reentrant": False},
         **LLAMA,
     )
+
+
+def test_activation_checkpointing_ends_with_training(tmp_path):
+    scenario = Scenario(models.llama, data.tokens(), arguments={"activation_checkpointing": True})
+    model = run(OURS, scenario, tmp_path).trainer.model
+    assert not model.is_activation_checkpointing
+    assert not model.model.embed_tokens._forward_hooks
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

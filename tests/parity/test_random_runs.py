@@ -20,7 +20,7 @@ def draw_length(draw, stream):
         "gradient_accumulation_steps": draw.choice([1, 1, 2, 3, 4]),
     }
     step = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
-    if stream:  # whole updates: see test_reference_fails_loop.py
+    if stream:  # whole updates: the reference carries gradients of a part of one into the next pass
         return {**arguments, "max_steps": draw.randint(1, 9)}, step * draw.randint(1, 4)
     if draw.random() < 0.4:
         return {**arguments, "max_steps": draw.randint(1, 14)}, draw.randint(1, 23)

@@ -3,6 +3,8 @@
 import parity_data as data
 import parity_models as models
 import pytest
+import torch
+from parity_harness import OURS, REFERENCE, Scenario, run, same_tensors
 
 
 def test_a_plain_run_is_the_same(parity):
@@ -83,5 +85,20 @@ def test_a_stream_that_begins_again_is_the_same(parity, max_steps):
 
 
 def test_a_stream_with_accumulation_is_the_same(parity):
-    # 16 samples are 4 micro-batches: no update is left open at the end of a pass (see test_reference_fails_loop.py).
+    # 16 samples are 4 micro-batches: no update is left open at the end of a pass, which the reference drops.
     parity(models.Mlp, data.Stream(data.classes(16)), max_steps=5, gradient_accumulation_steps=2)
+
+
+def test_dropout_differs_only_by_what_the_reference_draws_for_its_loader(tmp_path):
+    """Every pass of the reference's loader takes one number from the stream that dropout uses; ours takes none."""
+
+    class Draws(OURS.callback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            torch.empty((), dtype=torch.int64).random_()
+
+    scenario = Scenario(models.dropping_mlp, data.classes())
+    reference = run(REFERENCE, scenario, tmp_path / "reference")
+    scenario.callbacks = lambda: [Draws()]
+    drawing = run(OURS, scenario, tmp_path / "ours")
+    assert drawing.losses == reference.losses
+    assert same_tensors(drawing.weights, reference.weights)

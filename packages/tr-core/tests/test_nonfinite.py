@@ -116,6 +116,23 @@ def test_by_default_a_loss_that_is_not_finite_is_shown_and_counted_once_a_window
     ]
 
 
+def test_a_loss_that_is_no_number_is_in_the_result_and_gone_from_the_log_of_later_steps(make_trainer):
+    """The model survives it: the updates are of gradients that are 0."""
+
+    class Survivor(Classifier):
+        def forward(self, x, labels):
+            outputs = super().forward(torch.where(x == BAD, 0.0, x), labels)
+            if (x == BAD).any():
+                outputs["loss"] = outputs["loss"].detach() * math.nan + 0.0 * outputs["loss"]
+            return outputs
+
+    trainer = build(make_trainer, rows(24, bad=[3]), model=Survivor(), num_train_epochs=2)
+    assert math.isnan(trainer.train().training_loss)
+    lost = [step for step, loss in enumerate(log_of(trainer, "loss"), 1) if math.isnan(loss)]
+    assert lost == [3, 9]  # once an epoch
+    assert all(weight.isfinite().all() for weight in trainer.model.state_dict().values())
+
+
 @pytest.mark.parametrize("fault", ["infinite loss, finite gradients", "gradients only"])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_step_counts_whether_its_loss_or_its_norm_is_not_finite(make_trainer, lines, fault, filtered):

@@ -58,6 +58,12 @@ def test_use_cache_is_that_of_the_arguments_in_training_and_the_models_own_after
     assert json.loads((folder / "config.json").read_text()) == {"use_cache": not asked}
 
 
+def test_building_a_trainer_leaves_the_models_configuration_alone(make_trainer):
+    model = Configured(use_cache=True)
+    make_trainer(8, model=model)
+    assert model.config.use_cache is True
+
+
 def test_use_cache_is_put_back_after_an_exception(make_trainer):
     model = Configured(use_cache=True)
 

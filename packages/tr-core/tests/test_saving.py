@@ -281,6 +281,40 @@ def test_the_best_model_is_loaded_at_the_end(make_trained, change):
     assert torch.equal(nn.utils.parameters_to_vector(trainer.model.parameters()), seen[1])
 
 
+@pytest.mark.parametrize(
+    ("changes", "best"),
+    [
+        ({"save_strategy": "epoch", "eval_steps": 2}, 4),
+        ({"save_strategy": "steps", "save_steps": 5, "eval_steps": 2}, 4),
+        ({"save_strategy": "steps", "save_steps": 100, "eval_steps": 3}, 6),
+    ],
+)
+def test_the_best_model_is_loaded_whenever_evaluations_and_checkpoints_are_made(make_trained, changes, best):
+    """It is saved when it is found, also between two checkpoints."""
+    scores = iter([0.1, 0.9, 0.5, 0.4, 0.3])
+    seen = {}
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args, state, control, model, **kwargs):
+            seen[state.global_step] = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    trainer = make_trained(
+        18,
+        num_train_epochs=2,
+        checkpointer=MemoryCheckpointer(),
+        eval_dataset=samples(9, 1),
+        compute_metrics=lambda prediction: {"score": next(scores)},
+        eval_strategy="steps",
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+        callbacks=[Keep],
+        **changes,
+    )
+    assert trainer.state.best_global_step == best
+    assert torch.equal(nn.utils.parameters_to_vector(trainer.model.parameters()), seen[best])
+
+
 def test_save_model_writes_what_the_script_chose(make_trainer, tmp_path):
     trainer = make_trainer(8, model=last_layer_alone(Classifier()))
     trainer.save_model(tmp_path / "saved")

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.callbacks import on
-from support.data import Stream, samples
+from support.data import MapStyle, Stream, samples
 from support.models import Classifier, ReturnsDataclass, ReturnsTuple
 from support.runs import log_of, steps_with
 from torch import nn
@@ -85,6 +85,57 @@ def test_no_gradient_survives_the_end_of_an_epoch_over_a_stream(make_trainer):
     )
     trainer.train()
     assert (leaked, sizes) == ([], [2, 1, 2, 1])
+
+
+@pytest.mark.parametrize("flag", ["should_epoch_stop", "should_training_stop"])
+def test_an_update_that_was_begun_is_finished_before_a_stop(make_trained, flag):
+    """Asked to stop between two micro-batches, a run makes the update of both, and keeps no gradient."""
+    kept = []
+
+    def stop(state, control, **kwargs):
+        if state.global_step == 1:
+            setattr(control, flag, True)
+
+    def look(model, **kwargs):
+        kept.append(any(p.grad is not None and p.grad.any() for p in model.parameters()))
+
+    callbacks = [on("on_substep_end", stop), on("on_epoch_end", look)]
+    trainer = make_trained(18, num_train_epochs=2, gradient_accumulation_steps=2, callbacks=callbacks)
+    assert not any(kept)
+    assert training_entries(trainer)[1]["step"] == 2
+    assert trainer.state.global_step == (2 if flag == "should_training_stop" else 5)
+
+
+def test_a_stop_that_is_asked_for_before_the_first_step_is_heeded(make_trainer):
+    recorder = Recorder()
+    stop = on("on_train_begin", lambda control, **_: setattr(control, "should_training_stop", True))
+    assert make_trainer(callbacks=[stop, recorder]).train().global_step == 0
+    assert recorder.events == ["init_end", "train_begin", "log", "train_end"]
+
+
+def test_dropping_the_last_batch_of_a_stream_drops_it(make_trained, model):
+    sizes = []
+    model.register_forward_pre_hook(lambda _, given, named: sizes.append(len(named["x"])), with_kwargs=True)
+    make_trained(train_dataset=Stream(samples(18)), max_steps=6, dataloader_drop_last=True)
+    assert sizes == [4] * 6
+
+
+def test_the_order_of_the_data_follows_the_arguments_and_not_what_seeded_torch_last(make_trainer):
+    orders = []
+    for seed in (1, 2):
+        data = MapStyle(samples(18))
+        trainer = make_trainer(train_dataset=data)
+        torch.manual_seed(seed)
+        trainer.train()
+        orders.append(data.asked)
+    assert orders[0] == orders[1] != sorted(orders[0])
+
+
+def test_arguments_that_a_grouped_setter_changed_can_be_trained_with(make_trainer):
+    trainer = make_trainer(18, num_train_epochs=2, eval_dataset=samples(9))
+    trainer.args.set_evaluate(strategy="steps", steps=5, batch_size=4)
+    assert trainer.train().global_step == 10
+    assert steps_with(trainer, "eval_loss") == [5, 10]
 
 
 def test_a_generator_that_cannot_begin_again_says_so(make_trainer):
@@ -252,7 +303,13 @@ def test_the_last_entry_has_the_figures_of_the_run(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("options", "samples"), [({"num_train_epochs": 2}, 40), ({"num_train_epochs": 1.5}, 30), ({"max_steps": 3}, 12)]
+    ("options", "samples"),
+    [
+        ({"num_train_epochs": 2}, 40),
+        ({"num_train_epochs": 1.5}, 30),
+        ({"max_steps": 3}, 12),
+        ({"per_device_train_batch_size": 8, "dataloader_drop_last": True}, 16),
+    ],
 )
 def test_the_rate_of_a_run_is_of_all_samples_that_it_used(make_trained, options, samples):
     last = make_trained(20, **options).state.log_history[-1]
