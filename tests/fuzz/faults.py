@@ -11,7 +11,7 @@ from fuzz_families import draw
 from torch import nn
 
 import tr_core
-from tr_core import loss
+from tr_core import loss, trainer
 from tr_core import loss as label_smoothing
 from tr_core.data import sampler
 from tr_core.evaluation.metrics import EvaluationLoss
@@ -19,7 +19,6 @@ from tr_core.random_state import RandomState
 from tr_core.rollback import Rollback
 from tr_core.run import Run as OurRun
 from tr_core.single_device import SingleDevice
-from tr_core.trainer import optimizer_methods, trainer
 
 FAULTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager], str | None]] = {}
 
@@ -124,7 +123,7 @@ def _position():
 def _decay():
     """Biases and norms decay too."""
     everything = lambda model: [name for name, _ in model.named_parameters()]  # noqa: E731
-    with patch.object(optimizer_methods, "decay_parameter_names", everything):
+    with patch.object(trainer, "decay_parameter_names", everything):
         yield
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 _IMPORTED_BY_RUNS = (
-    "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "tr_ckpt", "tr_core.trainer.trainer", "tr_dist.ddp",
+    "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "tr_ckpt", "tr_core.trainer", "tr_dist.ddp",
     "tr_dist.fsdp",
 )  # fmt: skip
 _POLL_S = 0.01

@@ -94,7 +94,7 @@ def test_the_command_runs_a_script_with_its_arguments(transformers, tmp_path, ca
     monkeypatch.setattr(sys, "argv", ["trainer"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main([str(script), "--learning_rate", "1e-3"]) == 0
-    assert capsys.readouterr().out.strip() == "tr_core.trainer.trainer ['--learning_rate', '1e-3']"
+    assert capsys.readouterr().out.strip() == "tr_core.trainer ['--learning_rate', '1e-3']"
 
 
 def test_a_missing_script_is_named(transformers, capsys):

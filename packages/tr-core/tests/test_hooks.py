@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tr_core import SingleDevice, Trainer, TrainerCallback
+from tr_core.compat.accelerator import StrategyAccelerator
+from tr_core.compat.refused_hooks import REFUSED
 from tr_core.loss import StepScope
-from tr_core.trainer.accelerator import StrategyAccelerator
-from tr_core.trainer.refused_hooks import REFUSED
 
 
 class Recording(Trainer):

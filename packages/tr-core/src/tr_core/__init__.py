@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from tr_core.protocols import Checkpointer, Strategy
     from tr_core.random_state import enable_full_determinism, set_seed
     from tr_core.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
+    from tr_core.seq2seq_trainer import Seq2SeqTrainer
     from tr_core.single_device import SingleDevice
     from tr_core.state import TrainerControl, TrainerState
-    from tr_core.trainer.seq2seq import Seq2SeqTrainer
-    from tr_core.trainer.trainer import Trainer
+    from tr_core.trainer import Trainer
 
 __all__ = [
     "Checkpointer",
@@ -70,12 +70,12 @@ _ORIGINS = {
     "EvalPrediction": "tr_core.results",
     "PluginError": "tr_core.plugins",
     "PredictionOutput": "tr_core.results",
-    "Seq2SeqTrainer": "tr_core.trainer.seq2seq",
+    "Seq2SeqTrainer": "tr_core.seq2seq_trainer",
     "Seq2SeqTrainingArguments": "tr_args",
     "SingleDevice": "tr_core.single_device",
     "Strategy": "tr_core.protocols",
     "TrainOutput": "tr_core.results",
-    "Trainer": "tr_core.trainer.trainer",
+    "Trainer": "tr_core.trainer",
     "TrainerCallback": "tr_core.callback",
     "TrainerControl": "tr_core.state",
     "TrainerState": "tr_core.state",

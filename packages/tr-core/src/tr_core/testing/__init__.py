@@ -6,6 +6,7 @@ The functions `check_...` raise `AssertionError` with the rule that an implement
 from tr_core.callback import EVENTS
 from tr_core.callbacks.ema import WeightAverage
 from tr_core.checkpoint.settings import fingerprint
+from tr_core.compat.refused_hooks import REFUSED
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.loss import LabelSmoother
 from tr_core.model_io import shifts_targets
@@ -20,7 +21,6 @@ from tr_core.testing.conformance import (
     check_in_backward,
     check_strategy,
 )
-from tr_core.trainer.refused_hooks import REFUSED
 
 
 def refused_hooks() -> dict[str, str]:

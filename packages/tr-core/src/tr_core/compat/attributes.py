@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tr_core.compat.accelerator import StrategyAccelerator
+from tr_core.compat.refused_hooks import REFUSED
 from tr_core.loss import LabelSmoother
 from tr_core.model_io import IGNORED_TARGET
-from tr_core.trainer.accelerator import StrategyAccelerator
-from tr_core.trainer.parts import TrainerParts
-from tr_core.trainer.refused_hooks import REFUSED
 
 
 class Follows:
@@ -25,11 +24,11 @@ class Follows:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else self._read(trainer)
+    def __get__(self, own: Any, owner: type | None = None) -> Any:
+        return self if own is None else self._read(own)
 
-    def __set__(self, trainer: Any, value: Any) -> None:
-        current = self._read(trainer)
+    def __set__(self, own: Any, value: Any) -> None:
+        current = self._read(own)
         if value is not current and value != current:
             raise AttributeError(
                 f"trainer.{self._name} = {value!r} would do nothing, as it follows from something else here and is "
@@ -43,12 +42,12 @@ _STRATEGY = "set it in the arguments, or pass strategy= to the Trainer"
 _NEVER = "False: no strategy uses the FSDP of torch_xla."
 
 
-def _never(trainer: Any) -> bool:
+def _never(own: Any) -> bool:
     return False
 
 
-class Attributes(TrainerParts):
-    """What transformers' Trainer holds in attributes."""
+class TransformersAttributes:
+    """What transformers' Trainer holds in attributes; `self` is a Trainer, which adds everything else."""
 
     is_deepspeed_enabled = Follows(lambda own: bool(own.args.deepspeed), _STRATEGY, "Whether DeepSpeed trains.")
     deepspeed = Follows(
@@ -77,7 +76,7 @@ class Attributes(TrainerParts):
     _gather_function: Any = None
 
     @property
-    def accelerator(self) -> Any:
+    def accelerator(self: Any) -> Any:
         """The strategy's `accelerate.Accelerator` where it has one, else the members that subclasses use most."""
         if self.strategy.accelerator is not None:
             return self.strategy.accelerator
@@ -86,7 +85,7 @@ class Attributes(TrainerParts):
         return self._accelerator
 
     @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
+    def accelerator(self: Any, accelerator: Any) -> None:
         if accelerator is not self.accelerator:
             raise AttributeError(
                 f"trainer.accelerator = {type(accelerator).__name__}(...) would not train: the strategy does, and it "
@@ -95,41 +94,41 @@ class Attributes(TrainerParts):
             )
 
     @property
-    def is_model_parallel(self) -> bool:
+    def is_model_parallel(self: Any) -> bool:
         """Whether its loader placed the model on several devices, unless it was assigned."""
         if self._is_divided_by_user is not None:
             return self._is_divided_by_user
         return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
 
     @is_model_parallel.setter
-    def is_model_parallel(self, value: bool) -> None:
+    def is_model_parallel(self: Any, value: bool) -> None:
         self._set("_is_divided_by_user", bool(value))  # there it keeps DataParallel off, which is not here
 
     @property
-    def hub_model_id(self) -> str | None:
+    def hub_model_id(self: Any) -> str | None:
         """The name of the Hub repository in the arguments."""
         return self.args.hub_model_id
 
     @hub_model_id.setter
-    def hub_model_id(self, name: str | None) -> None:
+    def hub_model_id(self: Any, name: str | None) -> None:
         self.args.hub_model_id = name
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self: Any) -> Any:
         """The tokenizer or processor, which is called `processing_class` now; an assignment sets that."""
         return self.processing_class
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
+    def tokenizer(self: Any, tokenizer: Any) -> None:
         self.processing_class = tokenizer
 
     @property
-    def label_smoother(self) -> LabelSmoother | None:
+    def label_smoother(self: Any) -> LabelSmoother | None:
         """What smooths the labels, None without `label_smoothing_factor`; an assignment sets that argument."""
         return self.loss_function if isinstance(self.loss_function, LabelSmoother) else None
 
     @label_smoother.setter
-    def label_smoother(self, smoother: Any) -> None:
+    def label_smoother(self: Any, smoother: Any) -> None:
         is_usual = type(smoother).__name__ == "LabelSmoother" and smoother.ignore_index == IGNORED_TARGET
         if smoother is not None and not is_usual:
             raise TypeError(
@@ -139,31 +138,31 @@ class Attributes(TrainerParts):
         self.args.label_smoothing_factor = 0.0 if smoother is None else smoother.epsilon
 
     @property
-    def current_gradient_accumulation_steps(self) -> int:
+    def current_gradient_accumulation_steps(self: Any) -> int:
         """Micro-batches of the current step, fewer than usual at the end of an epoch; each step sets it."""
         self.scope.size_was_read = True
         return self.scope.size
 
     @current_gradient_accumulation_steps.setter
-    def current_gradient_accumulation_steps(self, number: int) -> None:
+    def current_gradient_accumulation_steps(self: Any, number: int) -> None:
         self.scope.size = int(number)
 
     @property
-    def _train_batch_size(self) -> int:
+    def _train_batch_size(self: Any) -> int:
         """Samples of one micro-batch of this process; an assignment sets `per_device_train_batch_size`."""
         return self.args.train_batch_size
 
     @_train_batch_size.setter
-    def _train_batch_size(self, size: int) -> None:
+    def _train_batch_size(self: Any, size: int) -> None:
         self.args.per_device_train_batch_size = size
 
     @property
-    def gather_function(self) -> Any:
+    def gather_function(self: Any) -> Any:
         """What gathers the predictions of an evaluation by an override of `evaluation_loop`."""
         return self.accelerator.gather_for_metrics if self._gather_function is None else self._gather_function
 
     @gather_function.setter
-    def gather_function(self, function: Any) -> None:
+    def gather_function(self: Any, function: Any) -> None:
         if function != self.accelerator.gather_for_metrics and not self.overrides("evaluation_loop"):
             raise AttributeError(
                 f"trainer.gather_function = {function!r} would do nothing: evaluations gather by the strategy; "
@@ -171,7 +170,7 @@ class Attributes(TrainerParts):
             )
         self._set("_gather_function", function)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self: Any, name: str) -> Any:
         if name in REFUSED:
             raise AttributeError(
                 f"{type(self).__name__}.{name} is a method of transformers' Trainer that this one does not have: "

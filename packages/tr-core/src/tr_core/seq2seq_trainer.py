@@ -24,7 +24,7 @@ from tr_core.evaluation.generation import (
 from tr_core.model_io import batch_size_of
 from tr_core.results import PredictionOutput
 from tr_core.runtime.run_context import generation_context
-from tr_core.trainer.trainer import Trainer
+from tr_core.trainer import Trainer
 
 
 class Seq2SeqTrainer(Trainer):

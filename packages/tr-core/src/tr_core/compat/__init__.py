@@ -1,0 +1,1 @@
+"""What subclasses written for transformers need, and nothing else."""

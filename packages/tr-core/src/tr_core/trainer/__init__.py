@@ -1,1 +1,0 @@
-"""The Trainer: the methods that users call and override."""
