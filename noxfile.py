@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import minimums as lowest  # noqa: E402, I001
-from packages import PACKAGES, with_siblings  # noqa: E402
+from package_list import PACKAGES, with_siblings  # noqa: E402
 from requirements import (  # noqa: E402
     ADAPTERS, ALONE_EXTRAS, BACKEND_PACKAGES, BACKENDS, DOCS, EXAMPLE_DATA, LLAMA_FACTORY, MODEL_AND_DATA,
     MORE_LIBRARIES, OPTIMIZERS, PYTEST, RUFF, TRACKERS, TRANSFORMERS, TRANSLATION,

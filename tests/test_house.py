@@ -1,7 +1,6 @@
 """Hold the repository to the budgets of its design: sizes, names, dependencies, and what a step costs to read."""
 
 import ast
-import importlib.util
 import itertools
 import re
 import subprocess
@@ -12,17 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
 
+from package_list import PACKAGES  # noqa: E402
 
-def load_packages():
-    """Import tools/packages.py by its path: the folder of packages would be found under its name as well."""
-    spec = importlib.util.spec_from_file_location("package_list", ROOT / "tools/packages.py")
-    module = sys.modules["package_list"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.PACKAGES
-
-
-PACKAGES = load_packages()
 SOURCES = sorted(path for package in PACKAGES for path in package.source.rglob("*.py"))
 TOP_LEVEL = {
     "packages",

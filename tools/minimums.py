@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-from packages import PACKAGES
+from package_list import PACKAGES
 
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(\[.*\])?>=(?P<floor>[^,;\s]+)")
 

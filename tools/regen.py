@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import argument_reference
-from packages import PACKAGES, ROOT, Package
+from package_list import PACKAGES, ROOT, Package
 from tr_core.preflight.report import CODES
 
 
