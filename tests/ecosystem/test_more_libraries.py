@@ -22,8 +22,8 @@ NEEDS = {
 NOT_IN_A_CHECKPOINT = {"bema", "adaptive"}
 # There, a run that goes on has the weights of the whole run, and the model's files have the names of the model.
 RESUMES_THERE = [
-    "orpo", "cpo", "tpo", "gkd", "online_dpo", "gliclass", "tsfm", "colpali", "realtabformer", "packed_samples",
-    "drafted_blocks", "axolotl",
+    "orpo", "cpo", "tpo", "gkd", "online_dpo", "sparse_encoder", "gliner", "gliclass", "tsfm", "colpali",
+    "colpali_of_two_sets", "realtabformer", "packed_samples", "drafted_blocks", "axolotl",
 ]  # fmt: skip
 
 

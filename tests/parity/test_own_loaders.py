@@ -6,9 +6,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from parity_callbacks import At
 from parity_harness import OURS, REFERENCE, Scenario, assert_same, build, run, run_both, same_tensors
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+from transformers import TrainerCallback
 
 # A short last batch of a loader of one's own counts as a whole one in the speed that is logged at the end.
 BUT = ("rates",)
@@ -149,7 +149,7 @@ def test_an_accelerator_of_the_users_own_takes_the_usual_sampler_for_torchs(tmp_
     assert list(sampler) == order
 
 
-class Seeding(At):
+class Seeding(TrainerCallback):
     """Seeds the generators at the beginning of each step."""
 
     def on_step_begin(self, args, state, control, **given):
@@ -162,10 +162,33 @@ def test_a_loader_begins_before_the_events_of_its_first_step(tmp_path):
         models.dropping_mlp,
         data.classes(),
         arguments={"num_train_epochs": 2},
-        callbacks=lambda: [Seeding("on_step_begin", -1)],
+        callbacks=lambda: [Seeding()],
         subclass=with_loader(of_the_usual_sampler),
     )
     assert_same(*run_both(scenario, tmp_path), but=BUT)
+
+
+def test_a_prepared_loader_of_an_evaluation_has_the_order_of_the_reference_though_a_callback_seeds(tmp_path):
+    """Accelerate's sampler is of the number that torch was last seeded with."""
+
+    def subclass(trainer_class):
+        class Own(trainer_class):
+            def get_eval_dataloader(self, eval_dataset=None):
+                own = {"collate_fn": self.data_collator, "batch_size": 4, "shuffle": True}
+                return self.accelerator.prepare(DataLoader(self.eval_dataset, **own))
+
+        return Own
+
+    scenario = Scenario(
+        models.Mlp,
+        data.classes(),
+        data.classes(16, seed=4),
+        arguments={**SAVING, "eval_strategy": "steps", "eval_steps": 2},
+        callbacks=lambda: [Seeding()],
+        subclass=subclass,
+    )
+    ours = assert_goes_on(scenario, tmp_path, (1, 6))
+    assert not torch.equal(ours.batches.eval[0]["x"], ours.batches.eval[4]["x"])
 
 
 @pytest.mark.parametrize("loader", [of_the_usual_sampler, of_several_data_sets])

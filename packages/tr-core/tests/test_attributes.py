@@ -23,6 +23,7 @@ from tr_core.loss import LabelSmoother
         ("hp_search_backend", "optuna", "call hyperparameter_search"),
         ("accelerator", SimpleNamespace(), "Pass strategy=tr_dist.accelerate_strategy.AcceleratorStrategy"),
         ("gather_function", print, "override evaluation_loop"),
+        ("push_in_progress", object(), "call push_to_hub"),
         ("_globalstep_last_logged", 3, "belongs to a run"),
     ],
 )
@@ -38,6 +39,18 @@ def test_the_value_that_an_attribute_has_may_be_assigned(make_trainer):
         setattr(trainer, name, getattr(trainer, name))
     trainer.gather_function = trainer.accelerator.gather_for_metrics
     assert (trainer.is_fsdp_xla_enabled, trainer.hp_search_backend, trainer.deepspeed) == (False, None, None)
+
+
+def test_what_another_trainer_sets_in_a_search_is_not_there_in_words(make_trainer):
+    trainer = make_trainer()
+    assert trainer.push_in_progress is None
+    with pytest.raises(
+        AttributeError, match="compute_objective is set by transformers.*pass it to hyperparameter_search"
+    ):
+        _ = trainer.compute_objective
+    assert not hasattr(trainer, "_eval_dataloaders")
+    trainer.objective = 3  # a subclass may have its own
+    assert trainer.objective == 3
 
 
 def test_an_accelerator_that_a_subclass_builds_itself_is_refused(make_trainer):

@@ -1,5 +1,6 @@
 """Hooks that subclasses written for transformers override are called where transformers calls them, or refused."""
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from support.models import Classifier
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from tr_args import TrainingArguments
 from tr_core import SingleDevice, Trainer, TrainerCallback
 from tr_core.compat.accelerator import StrategyAccelerator
 from tr_core.compat.refused_hooks import REFUSED
@@ -193,6 +195,36 @@ def test_the_accelerator_says_how_data_is_shared_and_steps_are_accumulated(make_
     assert own.split_batches
     assert own.gradient_state.plugin_kwargs == {"num_steps": 1, "sync_each_batch": True}
     assert (own.gradient_state.num_steps, own.gradient_state.sync_each_batch) == (1, True)
+
+
+def test_what_the_accelerator_holds_is_read_only_and_says_what_is_not_there(make_trainer):
+    own = make_trainer().accelerator
+    assert (own.state.fsdp_plugin, copy.copy(own.state).num_processes) == (None, 1)
+    with pytest.raises(AttributeError, match="accelerator.state._shared_state is not there.* for a real one pass"):
+        _ = own.state._shared_state
+    with pytest.raises(AttributeError, match="accelerator.state.distributed_type = 'FSDP' would do nothing"):
+        own.state.distributed_type = "FSDP"
+    with pytest.raises(AttributeError, match="accelerator.gradient_state.remainder is not there"):
+        _ = own.gradient_state.remainder
+    sharded = StrategyAccelerator(
+        lambda: SingleDevice("cpu"), lambda: TrainingArguments("out", fsdp="full_shard"), StepScope()
+    )
+    assert sharded.state.distributed_type == "FSDP"
+    with pytest.raises(AttributeError, match="accelerator.state.fsdp_plugin is not there"):
+        _ = sharded.state.fsdp_plugin
+
+
+def test_the_accelerator_splits_samples_between_processes(make_trainer):
+    with make_trainer().accelerator.split_between_processes(["a", "b"]) as alone:
+        assert alone == ["a", "b"]
+    ranks = [StrategyAccelerator(lambda: OfTwo("cpu"), None, StepScope()) for _ in range(2)]
+    vars(ranks[1])["_strategy"] = lambda: SimpleNamespace(world_size=2, rank=1)
+    given = {"list": [1, 2, 3], "tuple": (1, 2, 3), "tensor": torch.tensor([1, 2, 3])}
+    for padding, second in ((False, [3]), (True, [3, 3])):
+        for own, expected in zip(ranks, ([1, 2], second), strict=True):
+            with own.split_between_processes(given, apply_padding=padding) as part:
+                assert (part["list"], part["tuple"]) == (expected, tuple(expected))
+                assert part["tensor"].tolist() == expected
 
 
 def test_backward_of_the_accelerator_leaves_the_division_to_the_step(make_trainer):
@@ -482,9 +514,8 @@ def seeded_orders(seed, count=10):
     ],
     ids=["shuffle", "sampler", "batch sampler", "batches as a sampler"],
 )
-def test_a_prepared_loader_shuffles_by_seed_and_epoch(options, seed, data_seed):
-    args = SimpleNamespace(seed=seed, data_seed=data_seed)
-    own = StrategyAccelerator(lambda: SingleDevice("cpu"), lambda: args, StepScope())
+def test_a_prepared_loader_shuffles_by_seed_and_epoch(make_trainer, options, seed, data_seed):
+    own = make_trainer(seed=seed, data_seed=data_seed).accelerator
     loader = DataLoader(torch.arange(10), **options)
     assert own.prepare(loader) is loader
     assert [torch.cat(list(loader)).tolist() for _ in range(3)] == seeded_orders(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +46,9 @@ class StrategyAccelerator:
         strategy: Callable[[], Strategy],
         args: Callable[[], TrainingArguments],
         scope: StepScope,
+        order_seed: Callable[[], int] = torch.initial_seed,
     ) -> None:
-        self._strategy, self._args, self._scope = strategy, args, scope
+        self._strategy, self._args, self._scope, self._order_seed = strategy, args, scope, order_seed
         self.dataloader_config = SimpleNamespace(split_batches=False, dispatch_batches=None, even_batches=True)
 
     # Processes
@@ -110,8 +111,9 @@ class StrategyAccelerator:
         """What accelerate holds of the processes; without plugins, as the strategy has none."""
         names = ("device", "num_processes", "process_index", "local_process_index", "is_main_process",
                  "is_local_main_process", "distributed_type", "mixed_precision", "parallelism_config")  # fmt: skip
-        plugins = {"deepspeed_plugin": self._args().deepspeed_plugin, "fsdp_plugin": None}
-        return SimpleNamespace(**{name: getattr(self, name) for name in names}, **plugins)
+        args = self._args()
+        plugins = {"deepspeed_plugin": args.deepspeed_plugin, **({} if args.fsdp else {"fsdp_plugin": None})}
+        return _Held("state", **{name: getattr(self, name) for name in names}, **plugins)
 
     def wait_for_everyone(self) -> None:
         """Wait for all processes. Collective."""
@@ -125,6 +127,29 @@ class StrategyAccelerator:
         yield
         if self.is_main_process:
             self.wait_for_everyone()
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Return a block that gets this process' part of a list, a tuple, a tensor, or a mapping of them.
+
+        Args:
+            inputs: the same on all processes; the first ones get the samples that are left over.
+            apply_padding: repeat the last sample until all parts are equally long.
+        """
+        yield inputs if self.num_processes == 1 else self._own_part(inputs, apply_padding)
+
+    def _own_part(self, inputs: Any, apply_padding: bool) -> Any:
+        if isinstance(inputs, Mapping):
+            return {name: self._own_part(values, apply_padding) for name, values in inputs.items()}
+        rank, (size, left) = self.process_index, divmod(len(inputs), self.num_processes)
+        begin = rank * size + min(rank, left)
+        indices = list(range(begin, begin + size + (rank < left)))
+        if apply_padding:
+            indices += [len(inputs) - 1] * (size + (left > 0) - len(indices))
+        if isinstance(inputs, torch.Tensor):
+            return inputs[indices]
+        part = [inputs[index] for index in indices]
+        return tuple(part) if isinstance(inputs, tuple) else part
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the first process of each machine."""
@@ -147,7 +172,8 @@ class StrategyAccelerator:
     def gradient_state(self) -> Any:
         """What accelerate holds of accumulation; one step of its own, as the Trainer accumulates."""
         given = dict(self._args().accelerator_config.gradient_accumulation_kwargs or {})
-        return SimpleNamespace(
+        return _Held(
+            "gradient_state",
             num_steps=self.gradient_accumulation_steps,
             sync_each_batch=given.get("sync_each_batch", False),
             sync_gradients=self.sync_gradients,
@@ -162,7 +188,8 @@ class StrategyAccelerator:
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Return the same objects, a model on the device: the Trainer prepares what it trains.
 
-        A loader that shuffles by torch's `RandomSampler` does so by seed and epoch then, as accelerate has it.
+        A loader that shuffles by torch's `RandomSampler` does so by seed and epoch then, as accelerate has it; in a run
+        by what torch was last seeded with, as in an evaluation there.
 
         Raises:
             RuntimeError: a loader would have to be divided between processes.
@@ -176,7 +203,7 @@ class StrategyAccelerator:
             )
         for item in objects:
             if isinstance(item, DataLoader):
-                seed_order(item, self._args)
+                seed_order(item, self._order_seed())
         placed = tuple(self.prepare_model(item) if isinstance(item, nn.Module) else item for item in objects)
         return placed if len(placed) != 1 else placed[0]
 
@@ -291,11 +318,31 @@ class StrategyAccelerator:
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
+        raise _not_there(name)
+
+
+class _Held:
+    """What the accelerator holds, read-only: other members are refused in words too."""
+
+    def __init__(self, _name: str, **members: Any) -> None:
+        vars(self).update(members, _name=_name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"trainer.accelerator.{name} is not there: this Trainer trains by its strategy, and offers only the most "
-            "used members of an accelerate.Accelerator; for a real one pass Trainer(..., "
-            "strategy=tr_dist.AcceleratorStrategy(accelerator))"
+            f"trainer.accelerator.{self._name}.{name} = {value!r} would do nothing: it follows from the strategy and "
+            "the arguments; set it there, or pass Trainer(..., strategy=tr_dist.AcceleratorStrategy(accelerator))"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        raise _not_there(f"{vars(self).get('_name')}.{name}")
+
+
+def _not_there(path: str) -> AttributeError:
+    return AttributeError(
+        f"trainer.accelerator.{path} is not there: this Trainer trains by its strategy, and offers only the most used "
+        "members of an accelerate.Accelerator; for a real one pass Trainer(..., "
+        "strategy=tr_dist.AcceleratorStrategy(accelerator))"
+    )
 
 
 def _is_undivided(item: Any) -> bool:

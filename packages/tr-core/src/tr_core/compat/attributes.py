@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tr_core.compat.accelerator import StrategyAccelerator
-from tr_core.compat.refused_hooks import REFUSED
+from tr_core.compat.refused_hooks import NOT_SET, REFUSED
+from tr_core.data.loaders import data_seed
 from tr_core.loss import LabelSmoother
 from tr_core.model_io import IGNORED_TARGET
 
@@ -71,6 +74,9 @@ class TransformersAttributes:
     hp_search_backend = Follows(
         lambda own: None, "call hyperparameter_search(backend=...)", "None: the output folder is each trial's own."
     )
+    push_in_progress = Follows(
+        lambda own: None, "call push_to_hub(blocking=False), which returns a future", "None: the Hub's callback pushes."
+    )
     _accelerator: StrategyAccelerator | None = None
     _is_divided_by_user: bool | None = None
     _gather_function: Any = None
@@ -81,7 +87,8 @@ class TransformersAttributes:
         if self.strategy.accelerator is not None:
             return self.strategy.accelerator
         if self._accelerator is None:
-            self._set("_accelerator", StrategyAccelerator(lambda: self.strategy, lambda: self.args, self.scope))
+            parts = (lambda: self.strategy, lambda: self.args, self.scope, self._order_seed)
+            self._set("_accelerator", StrategyAccelerator(*parts))
         return self._accelerator
 
     @accelerator.setter
@@ -92,6 +99,11 @@ class TransformersAttributes:
                 "was built before. Pass strategy=tr_dist.accelerate_strategy.AcceleratorStrategy(accelerator) to the "
                 "Trainer"
             )
+
+    def _order_seed(self: Any) -> int:
+        """Return the seed of a shuffled loader: in a run, as accelerate has it, what torch was last seeded with."""
+        in_run = self.is_in_train and self.args.data_seed is None
+        return torch.initial_seed() if in_run else data_seed(self.args)
 
     @property
     def is_model_parallel(self: Any) -> bool:
@@ -175,5 +187,9 @@ class TransformersAttributes:
             raise AttributeError(
                 f"{type(self).__name__}.{name} is a method of transformers' Trainer that this one does not have: "
                 f"{REFUSED[name]}"
+            )
+        if name in NOT_SET:
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is set by transformers' Trainer, and not by this one: {NOT_SET[name]}"
             )
         return object.__getattribute__(self, name)  # raises what the first look raised

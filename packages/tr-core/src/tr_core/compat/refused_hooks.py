@@ -37,6 +37,13 @@ REFUSED: dict[str, str] = {
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "store_flos": "override floating_point_ops",
 }
+# Attributes of transformers' Trainer that this one does not set -> what to do. A subclass may have its own of a name.
+NOT_SET: dict[str, str] = {
+    "_eval_dataloaders": "assign it before you read it, as overrides of get_eval_dataloader do",
+    "_loss_shifts_labels": "override _get_num_items_in_batch, which counts the targets",
+    "compute_objective": "pass it to hyperparameter_search",
+    "objective": "hyperparameter_search returns that of the best run",
+}
 
 
 def refuse_unknown_hooks(user_class: type, own_class: type) -> None:

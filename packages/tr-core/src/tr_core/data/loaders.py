@@ -231,7 +231,7 @@ class SeededOrder(RandomSampler):
         self.epoch += 1
 
 
-def seed_order(loader: DataLoader[Any], args: Callable[[], TrainingArguments]) -> None:
+def seed_order(loader: DataLoader[Any], seed: int) -> None:
     """Put a sampler of seed and epoch into the place of a loader's `RandomSampler`, if it has one.
 
     Mutates the loader's batch sampler, as accelerate does.
@@ -239,7 +239,7 @@ def seed_order(loader: DataLoader[Any], args: Callable[[], TrainingArguments]) -
     batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, RandomSampler):
-        batches.sampler = SeededOrder(sampler, data_seed(args()))
+        batches.sampler = SeededOrder(sampler, seed)
 
 
 def data_seed(args: TrainingArguments) -> int:
