@@ -53,6 +53,12 @@ def test_what_another_trainer_sets_in_a_search_is_not_there_in_words(make_traine
     assert trainer.objective == 3
 
 
+def test_a_push_is_under_way_for_overrides_that_would_copy_files_for_it():
+    pushing = SimpleNamespace(args=SimpleNamespace(push_to_hub=True))
+    assert not Trainer.push_in_progress.__get__(pushing).is_done()
+    assert Trainer.push_in_progress.__get__(pushing).wait_until_done() is None
+
+
 def test_an_accelerator_that_a_subclass_builds_itself_is_refused(make_trainer):
     class Builds(Trainer):
         def create_accelerator_and_postprocess(self):

@@ -39,6 +39,18 @@ class Follows:
             )
 
 
+class _Pushes:
+    """The pushes of the Hub's callback: they hold all files of the model, and no override need copy any beside them."""
+
+    def is_done(self) -> bool:
+        """Return False: the callback itself sees whether a push is under way."""
+        return False
+
+    def wait_until_done(self) -> None:
+        """Do nothing: the end of the run waits."""
+
+
+_PUSHES = _Pushes()
 _STRATEGY = "set it in the arguments, or pass strategy= to the Trainer"
 
 
@@ -75,7 +87,9 @@ class TransformersAttributes:
         lambda own: None, "call hyperparameter_search(backend=...)", "None: the output folder is each trial's own."
     )
     push_in_progress = Follows(
-        lambda own: None, "call push_to_hub(blocking=False), which returns a future", "None: the Hub's callback pushes."
+        lambda own: _PUSHES if own.args.push_to_hub else None,
+        "call push_to_hub(blocking=False), which returns a future",
+        "What is never done, as the Hub's callback pushes; None without `push_to_hub`.",
     )
     _accelerator: StrategyAccelerator | None = None
     _is_divided_by_user: bool | None = None
