@@ -33,7 +33,7 @@ def main(argv=None):
     parser.add_argument("files", nargs="*", help="names of test files below tests/; none means all")
     parser.add_argument("--keep", type=Path, help="folder for the outcomes; a side of a file found there is not run")
     parser.add_argument("-k", default="", help="run only tests whose name has this, as pytest's -k")
-    given = parser.parse_args(argv)
+    given = parser.parse_intermixed_args(argv)  # options may stand between the folder and the files
     files = test_files(given.folder, given.files)
     if not files:
         parser.error(f"no test file in {given.folder / 'tests' / 'trainer'}")

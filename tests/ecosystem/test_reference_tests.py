@@ -41,6 +41,7 @@ def test_a_test_that_passes_with_their_classes_only_is_listed_and_fails_the_comm
     trainer.mkdir(parents=True)
     (trainer / "test_some.py").write_text(FILE)
     command = [sys.executable, str(HERE / "reference_tests.py"), str(tmp_path)]
+    command += ["--keep", str(tmp_path / "kept"), "trainer/test_some.py"]  # in any order
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr[-2000:]
     assert "5 tests with transformers: {'passed': 3, 'failed': 1, 'skipped': 1}" in done.stdout

@@ -10,6 +10,7 @@ from support.data import samples
 from support.models import Classifier
 
 from tr_core import Trainer
+from tr_core.preflight import check
 from tr_core.runtime.compilation import apply_liger_kernel
 
 
@@ -123,3 +124,62 @@ def test_liger_kernels_that_there_are_not_are_an_error_in_words(make_trainer, li
         apply_liger_kernel(Classifier(), None)
     with pytest.raises(ValueError, match=r"liger_kernel_config has \['ropes'\], which 'llama' does not take; it takes"):
         apply_liger_kernel(Configured(model_type="llama"), {"ropes": True})
+
+
+# Special tokens
+
+
+class TextConfig(Config):
+    def get_text_config(self):
+        return self
+
+
+def with_tokens(config, generation=None):
+    model = Configured()
+    model.config = TextConfig(**config)
+    if generation is not None:
+        model.generation_config = Config(**generation)
+    return model
+
+
+TOKENIZER = SimpleNamespace(eos_token_id=7, bos_token_id=None, pad_token_id=0)
+
+
+@pytest.mark.parametrize("processing_class", [TOKENIZER, SimpleNamespace(tokenizer=TOKENIZER)])
+def test_training_gives_a_models_configurations_the_special_tokens_of_its_tokenizer(
+    make_trainer, caplog, processing_class
+):
+    model = with_tokens({"eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": [2, 3], "pad_token_id": 9})
+    trainer = make_trainer(8, model=model, processing_class=processing_class, log_level="warning")
+    trainer.evaluate(samples(4))
+    assert model.config.eos_token_id == 2
+    assert not caplog.records
+    trainer.train()
+    assert vars(model.config) == {"eos_token_id": 7, "bos_token_id": 1, "pad_token_id": 0}
+    assert vars(model.generation_config) == {"eos_token_id": [7, 2, 3], "pad_token_id": 0}
+    assert "its configurations have those of the tokenizer now: eos_token_id 7, pad_token_id 0" in caplog.text
+    caplog.clear()
+    trainer.train()
+    assert vars(model.generation_config) == {"eos_token_id": [7, 2, 3], "pad_token_id": 0}
+    assert "of the tokenizer" not in caplog.text
+
+
+def test_a_model_without_a_configuration_of_transformers_is_left_as_it_is(make_trained):
+    model = Configured(eos_token_id=2)
+    make_trained(8, model=model, processing_class=TOKENIZER)
+    assert vars(model.config) == {"eos_token_id": 2}
+
+
+def test_a_check_tries_a_step_with_the_tokens_of_the_tokenizer_and_leaves_the_model_its_own(make_trainer):
+    seen = []
+
+    class Sees(Configured):
+        def forward(self, *inputs, **named):
+            seen.append(self.config.eos_token_id)
+            return super().forward(*inputs, **named)
+
+    model = Sees()
+    model.config = TextConfig(eos_token_id=2, pad_token_id=1)
+    check(make_trainer(8, model=model, processing_class=TOKENIZER))
+    assert 7 in seen
+    assert vars(model.config) == {"eos_token_id": 2, "pad_token_id": 1}

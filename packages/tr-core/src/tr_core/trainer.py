@@ -111,7 +111,7 @@ from tr_core.run import Run, RunMethods
 from tr_core.runtime.compilation import Compilation, apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
 from tr_core.runtime.profiling import profiled_steps
-from tr_core.runtime.run_context import UseCache, evaluation_context, training_context
+from tr_core.runtime.run_context import UseCache, align_special_tokens, evaluation_context, training_context
 from tr_core.search.arguments import check_search
 from tr_core.search.samplers import make_sampler
 from tr_core.search.search import BestRun, Search, SearchPlan
@@ -168,7 +168,8 @@ class Trainer(TransformersAttributes):
             else stacks.
         train_dataset: map-style or iterable data.
         eval_dataset: map-style or iterable data, or a dict of several.
-        processing_class: a tokenizer or processor, saved with the model; `tokenizer` is the same.
+        processing_class: a tokenizer or processor, saved with the model, whose configurations get its end, begin and
+            padding tokens when training begins; `tokenizer` is the same.
         model_init: builds a new model for every call of `train`, in place of `model`. If it takes an argument, it gets
             the trial of a hyper-parameter search, else None.
         compute_loss_func: `(outputs, labels, num_items_in_batch=)` → loss, in place of the model's own.
@@ -847,6 +848,7 @@ class Trainer(TransformersAttributes):
         set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
         self.renew_model()
         check_quantized(self.model)
+        align_special_tokens(self.model, self.processing_class)
         with (
             ExitStack() as at_end,
             phase_clock() as clock,

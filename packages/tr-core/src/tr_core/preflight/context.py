@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_core.metric_means import MetricWindow
 from tr_core.preflight.origins import Origins
 from tr_core.protocols import Checkpointer, Strategy
+from tr_core.runtime.run_context import align_special_tokens
 from tr_core.state import TrainerState
 
 
@@ -32,6 +33,7 @@ class CheckedTrainer(Protocol):
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
+    processing_class: Any
     label_names: list[str]
     callback_handler: Any
     compute_metrics: Any
@@ -154,8 +156,11 @@ def training_mode(subject: CheckContext, *, with_conditions: bool = True) -> Ite
     trainer = subject.trainer
     trainer.is_in_train, trainer.scope.metrics = True, MetricWindow(trainer.strategy)
     trainer.state.max_steps = subject.steps or 0
+    aligned = align_special_tokens(trainer.model, trainer.processing_class) if with_conditions else []
     try:
         with trainer.training_context() if with_conditions else nullcontext():
             yield
     finally:
+        for config, name, value in aligned:
+            setattr(config, name, value)
         trainer.is_in_train, trainer.scope.metrics = False, None

@@ -100,6 +100,47 @@ class UseCache:
             config.use_cache = meanwhile
 
 
+_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+def align_special_tokens(model: nn.Module, processing_class: Any) -> list[tuple[Any, str, Any]]:
+    """Give a model's configurations the end, begin and padding tokens of its tokenizer.
+
+    A tokenizer may have got new ones for this training, as the end of a turn: what the model generates must stop there.
+    Other tokens that end a generation stay. What the tokenizer does not define is left as it is, and so are models
+    whose configuration is not one of transformers.
+
+    Returns:
+        What was changed: object, name, value before.
+    """
+    is_tokenizer = hasattr(processing_class, "eos_token_id")
+    tokenizer = processing_class if is_tokenizer else getattr(processing_class, "tokenizer", None)  # of a processor
+    find_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    if find_config is None:
+        return []
+    generation = getattr(model, "generation_config", None)
+    configs = [find_config(), *([] if generation is None else [generation])]
+    new = {name: token for name in _TOKENS if isinstance(token := getattr(tokenizer, name, None), int)}
+    new = {name: token for name, token in new.items() if any(token not in _listed(each, name) for each in configs)}
+    before = [(each, name, getattr(each, name, None)) for each in configs for name in new]
+    for each, name, value in before:
+        keeps_others = name == "eos_token_id" and (each is generation or isinstance(value, list))
+        others = [other for other in _listed(each, name) if other not in (None, new[name])]
+        setattr(each, name, [new[name], *others] if keeps_others else new[name])
+    if new:
+        logger.warning(
+            "the tokenizer has other special tokens than the model; its configurations have those of the tokenizer "
+            "now: %s",
+            ", ".join(f"{name} {token}" for name, token in new.items()),
+        )
+    return before
+
+
+def _listed(config: Any, name: str) -> list[Any]:
+    value = getattr(config, name, None)
+    return value if isinstance(value, list) else [value]
+
+
 @contextmanager
 def training_context(
     args: TrainingArguments,
