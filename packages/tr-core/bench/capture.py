@@ -82,7 +82,9 @@ def by_hand(model: Layers, data: list, timer: Timer) -> None:
         timer.note(number)
 
 
-def ours(step_compile: str, *, compiles: bool = True) -> Callable[[Layers, list, Timer], None]:
+def ours(
+    step_compile: str, *, compiles: bool = True, torch_compile: bool = False
+) -> Callable[[Layers, list, Timer], None]:
     def train(model: Layers, data: list, timer: Timer) -> None:
         args = TrainingArguments(
             output_dir=tempfile.mkdtemp(),
@@ -95,6 +97,7 @@ def ours(step_compile: str, *, compiles: bool = True) -> Callable[[Layers, list,
             report_to="none",
             log_level="error",
             step_compile=step_compile,
+            torch_compile=torch_compile,
         )
         usual = running.cpp_compiler
         running.cpp_compiler = usual if compiles else lambda: None
@@ -113,6 +116,7 @@ else:
     CONTENDERS["one by one"] = ours("graph", compiles=False)
     if running.cpp_compiler() is not None:
         CONTENDERS["compiled"] = ours("graph")
+CONTENDERS["torch_compile"] = ours("off", torch_compile=True)
 
 
 def measure(size: tuple[int, int], rounds: int, steps: int) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,10 +26,18 @@ from tr_core.optim.nonfinite import UpdateGuard, choose_updates
 from tr_core.optim.schedules import follows_metric
 from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import Preemption
-from tr_core.protocols import Strategy
-from tr_core.run_owner import RunMethods, RunSettings
+from tr_core.protocols import Stateful, Strategy
 from tr_core.state import TrainerState, resolve_steps
+from tr_core.trainer_methods import TrainerMethods
 from tr_log.phases import EXCHANGE, phase
+
+
+class RunSettings(Stateful, Protocol):
+    """Save and restore the part `settings` of a run's checkpoints."""
+
+    def record_changes(self) -> None:
+        """Record what a callback changed in the optimizer and the schedule."""
+        ...
 
 
 @dataclass
@@ -51,7 +59,7 @@ class Run:
         counts_operations: whether the operations of the next micro-batch are to be counted.
     """
 
-    methods: RunMethods
+    methods: TrainerMethods
     plan: TrainingPlan
     data: Batches
     strategy: Strategy
@@ -78,7 +86,7 @@ class Run:
     @classmethod
     def begin(
         cls,
-        methods: RunMethods,
+        methods: TrainerMethods,
         strategy: Strategy,
         plan: TrainingPlan,
         data: Batches,

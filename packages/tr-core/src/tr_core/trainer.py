@@ -107,7 +107,7 @@ from tr_core.protocols import Checkpointer, Restored, Strategy
 from tr_core.random_state import RandomState, separate_randomness, set_seed
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from tr_core.rollback import Rollback, without_own_hooks
-from tr_core.run import Run, RunMethods
+from tr_core.run import Run
 from tr_core.runtime.compilation import Compilation, apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
 from tr_core.runtime.profiling import profiled_steps
@@ -130,6 +130,7 @@ from tr_core.session import (
 from tr_core.signatures import is_overridden, one_of_two_names, takes_argument, with_count
 from tr_core.start import begin_run, stage
 from tr_core.state import EventContext, TrainerControl, TrainerState
+from tr_core.trainer_methods import TrainerMethods
 from tr_core.validation import (
     check_args,
     check_data,
@@ -929,7 +930,7 @@ class Trainer(TransformersAttributes):
         self.state = self._fresh_state(plan)
         self.loaders["train_dataloader"] = loader
         self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
-        run = Run.begin(cast("RunMethods", self), strategy, plan, data, optimizer, schedule)
+        run = Run.begin(cast("TrainerMethods", self), strategy, plan, data, optimizer, schedule)
         run.ignore_keys = ignore_keys
         run.settings = Settings(run)
         resumed = None

@@ -24,8 +24,8 @@ from tr_core.capture.values import Batch, BuiltInValues, NotCapturableError, Ten
 from tr_core.model_io import to_device
 from tr_core.optim.nonfinite import UpdateGuard
 from tr_core.protocols import Strategy
-from tr_core.run_owner import RunMethods
 from tr_core.single_device import SingleDevice
+from tr_core.trainer_methods import TrainerMethods
 from tr_log import get_logger
 from tr_log.phases import doing
 
@@ -72,7 +72,7 @@ class StepCapture:
 
     def __init__(
         self,
-        methods: RunMethods,
+        methods: TrainerMethods,
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
         updates: Strategy | UpdateGuard,

@@ -27,7 +27,7 @@ from tr_core.data.loaders import has_length
 from tr_core.data.position import DataPosition
 from tr_core.plan import TrainingPlan
 from tr_core.protocols import Strategy
-from tr_core.state import TrainerState
+from tr_core.trainer_methods import TrainerMethods
 
 FORMAT = 1
 
@@ -44,26 +44,6 @@ class Difference:
         return f"{self.name}: {_shown(self.saved)} -> {_shown(self.current)}"
 
 
-class DescribedTrainer(Protocol):
-    """Define what the settings of a run read from its Trainer, at each use: a callback may assign some of it."""
-
-    args: TrainingArguments
-    state: TrainerState
-    model: nn.Module
-    train_dataset: Any
-    loaders: dict[str, Any]
-
-    @property
-    def has_given_optimizer(self) -> bool:
-        """Whether the optimizer was passed or assigned."""
-        ...
-
-    @property
-    def has_given_schedule(self) -> bool:
-        """Whether the schedule was passed or assigned."""
-        ...
-
-
 class DescribedRun(Protocol):
     """Define the fields of `Run` that the settings read, and that changes apply to."""
 
@@ -75,7 +55,7 @@ class DescribedRun(Protocol):
     schedule: LRScheduler
 
     @property
-    def methods(self) -> DescribedTrainer:
+    def methods(self) -> TrainerMethods:
         """The Trainer."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from tr_core.metric_means import MetricWindow
 from tr_core.model_io import batch_size_of, to_device
 from tr_core.protocols import Strategy
 from tr_core.results import EvalLoopOutput, EvalPrediction
+from tr_core.trainer_methods import TrainerMethods
 from tr_log.phases import PhaseClock, active_clock
 
 # Calls a function with every tensor of a tree.
@@ -79,29 +80,6 @@ def _kept_outputs(outputs: Any, ignored: list[str], skip_first: bool) -> tuple[A
     return (outputs,)
 
 
-class EvalMethods(Protocol):
-    """The methods that an evaluation loop calls on its owner, so that a user's overrides run.
-
-    Attributes:
-        preprocess_logits_for_metrics: `(logits, labels)` → the outputs to keep of each batch; None to keep the logits.
-    """
-
-    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
-
-    def prediction_step(
-        self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Run the model on one batch without gradients; return loss, logits and labels, each None if missing.
-
-        It takes the wrapped model, and a batch on the device.
-        """
-        ...
-
-    def fire(self, event: str, **extra: Any) -> None:
-        """Send an event to the callbacks."""
-        ...
-
-
 @dataclass(frozen=True)
 class EvaluationOptions:
     """Options of one evaluation.
@@ -124,7 +102,7 @@ class EvaluationLoop:
 
     def __init__(
         self,
-        methods: EvalMethods,
+        methods: TrainerMethods,
         options: EvaluationOptions,
         args: TrainingArguments,
         strategy: Strategy,

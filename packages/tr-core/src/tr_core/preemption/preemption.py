@@ -11,18 +11,18 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from tr_args import TrainingArguments
-from tr_core.callback import CallbackList
 from tr_core.data.loaders import SeededLoader, saves_on_signal
 from tr_core.data.position import DataPosition
 from tr_core.preemption.signals import StopSignals, interrupted
-from tr_core.protocols import Checkpointer, Collectives
+from tr_core.protocols import Collectives
 from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState
+from tr_core.trainer_methods import TrainerMethods
 from tr_log import get_logger
 from tr_log.terminal import write_at_once
 
@@ -30,24 +30,6 @@ logger = get_logger("tr_core.trainer")
 
 # What ranks exchange: 0, a signal's number, or this constant, which is larger than any signal's number.
 FAILED_SAVE = 1000
-
-
-class Preemptible(Protocol):
-    """The state of a run that may end between two steps; each attribute is read when needed.
-
-    Attributes:
-        search: the search that the run is a trial of, None for any other run.
-    """
-
-    args: TrainingArguments
-    state: TrainerState
-    control: TrainerControl
-    callback_handler: CallbackList
-    search: Any
-
-    def checkpointer(self) -> Checkpointer:
-        """Return the checkpointer of the run."""
-        ...
 
 
 @contextmanager
@@ -67,7 +49,7 @@ def preemptible(preemption: Preemption | None) -> Iterator[None]:
 
 
 def make_preemption(
-    owner: Preemptible,
+    owner: TrainerMethods,
     strategy: Collectives,
     position: DataPosition,
     save: Callable[[], None],
@@ -98,7 +80,7 @@ class Preemption:
 
     def __init__(
         self,
-        owner: Preemptible,
+        owner: TrainerMethods,
         strategy: Collectives,
         position: DataPosition,
         save: Callable[[], None],
@@ -282,7 +264,7 @@ class _EvaluationInterrupted(BaseException):  # not an Exception: no handler may
 class _StateBeforeEvaluation:
     """The parts of a run's state that an evaluation changes, as they were before it."""
 
-    def __init__(self, owner: Preemptible, device: torch.device) -> None:
+    def __init__(self, owner: TrainerMethods, device: torch.device) -> None:
         self._owner, self._device = owner, device
         self._generators = RandomState(device).state_dict()
         self._callbacks = copy.deepcopy(owner.callback_handler.state_dict())

@@ -17,13 +17,14 @@ from tr_core.preflight.argument_checks import (
     check_resume,
     check_schedule,
 )
-from tr_core.preflight.context import CheckContext, CheckedTrainer
+from tr_core.preflight.context import CheckContext
 from tr_core.preflight.data_checks import check_first_batch, check_labels, check_length, check_pickling
 from tr_core.preflight.evaluation_checks import check_evaluation
 from tr_core.preflight.model_checks import check_forward_backward, check_loss_division, check_trainable
 from tr_core.preflight.origins import Origins, last_line, raised_at
 from tr_core.preflight.report import Problem, Report
 from tr_core.preflight.resource_checks import check_disk_space, check_memory, check_optimizer, estimate
+from tr_core.trainer_methods import TrainerMethods
 
 Check = Callable[[CheckContext], Iterator[Problem]]
 
@@ -61,7 +62,7 @@ _TRAINER_CHECKS: tuple[Check, ...] = (
 
 
 def check(
-    trainer: CheckedTrainer,
+    trainer: TrainerMethods,
     *,
     resume: Any = None,
     evaluation_data: Any = None,

@@ -3,96 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
-
-import torch
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from typing import Any, cast
 
 from tr_core.metric_means import MetricWindow
 from tr_core.preflight.origins import Origins
-from tr_core.protocols import Checkpointer, Strategy
 from tr_core.runtime.run_context import align_special_tokens
-from tr_core.state import TrainerState
-
-
-class CheckedTrainer(Protocol):
-    """The parts of a Trainer that a preflight checks: data, model, loss, optimizer and overridable methods.
-
-    The attributes and methods are those of `Trainer`.
-    """
-
-    args: Any
-    strategy: Strategy
-    model: nn.Module
-    model_wrapped: nn.Module
-    state: TrainerState
-    lr_scheduler: LRScheduler | None
-    train_dataset: Any
-    eval_dataset: Any
-    data_collator: Any
-    processing_class: Any
-    label_names: list[str]
-    callback_handler: Any
-    compute_metrics: Any
-    loss_rule: Any
-    step_function: Callable[..., torch.Tensor]
-    scope: Any
-    is_in_train: bool
-    is_checked: bool
-    _loss_takes_count: bool
-
-    @property
-    def compute_loss(self) -> Callable[..., Any]:
-        """Compute the loss of one batch."""
-        ...
-
-    @property
-    def create_optimizer(self) -> Callable[..., torch.optim.Optimizer]:
-        """Build the optimizer, unless there is one."""
-        ...
-
-    @property
-    def create_scheduler(self) -> Callable[..., LRScheduler]:
-        """Build the schedule, unless there is one."""
-        ...
-
-    @property
-    def evaluation_loop(self) -> Callable[..., Any]:
-        """Evaluate data."""
-        ...
-
-    @property
-    def get_train_dataloader(self) -> Callable[..., Any]:
-        """Build the loader of the training data."""
-        ...
-
-    def _get_collator_with_removed_columns(self, data_collator: Any) -> Callable[..., Any]: ...
-
-    def overrides(self, *names: str) -> bool:
-        """Whether a user replaced one of the methods of these names."""
-        ...
-
-    def prepare(self) -> nn.Module:
-        """Return the model, wrapped by the strategy."""
-        ...
-
-    @property
-    def training_context(self) -> Callable[..., AbstractContextManager[None]]:
-        """Apply the run-wide settings of training inside a block."""
-        ...
-
-    def checkpointer(self) -> Checkpointer:
-        """Return the checkpointer of the run."""
-        ...
-
-    @property
-    def get_num_trainable_parameters(self) -> Callable[..., int]:
-        """Count the trainable parameters."""
-        ...
-
+from tr_core.trainer_methods import TrainerMethods
 
 SAMPLES = 2
 """Number of samples in the trial of the model."""
@@ -115,7 +33,7 @@ class CheckContext:
     """
 
     args: Any
-    given_trainer: CheckedTrainer | None = None
+    given_trainer: TrainerMethods | None = None
     origin: Origins = field(default_factory=Origins)
     resume: Any = None
     evaluation_data: Any = None
@@ -132,9 +50,9 @@ class CheckContext:
     optimizer: Any = None
 
     @property
-    def trainer(self) -> CheckedTrainer:
+    def trainer(self) -> TrainerMethods:
         """The Trainer, for checks that run only with one."""
-        return cast("CheckedTrainer", self.given_trainer)
+        return cast("TrainerMethods", self.given_trainer)
 
     def evaluation_sets(self) -> dict[str, Any]:
         """Return the evaluation data by the prefix of its metrics."""

@@ -13,12 +13,13 @@ from torch import nn
 from tr_core.data.sampler import MicroBatch
 from tr_core.loss import split_loss
 from tr_core.model_io import batch_size_of, to_device
-from tr_core.preflight.context import SAMPLES, CheckContext, CheckedTrainer, training_mode
+from tr_core.preflight.context import SAMPLES, CheckContext, training_mode
 from tr_core.preflight.data_checks import count_rows, labels_outside
 from tr_core.preflight.origins import last_line, passed_through, raised_at
 from tr_core.preflight.report import Problem
 from tr_core.random_state import set_seed
 from tr_core.signatures import takes_argument
+from tr_core.trainer_methods import TrainerMethods
 from tr_core.validation import check_quantized
 
 
@@ -252,7 +253,7 @@ def _share(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (16 if dtype in (torch.bfloat16, torch.float16) else 2000)
 
 
-def _step(trainer: CheckedTrainer, pieces: Sequence[Any], seed: int) -> _Step:
+def _step(trainer: TrainerMethods, pieces: Sequence[Any], seed: int) -> _Step:
     """Run the forward and backward passes of one step; `pieces` are its micro-batches."""
     model, strategy, rule = trainer.model_wrapped, trainer.strategy, trainer.loss_rule
     set_seed(seed)

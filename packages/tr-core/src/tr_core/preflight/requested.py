@@ -19,7 +19,7 @@ from tr_args.process import read_topology
 from tr_log.terminal import write_line
 
 if TYPE_CHECKING:  # a Trainer is made without what a preflight needs
-    from tr_core.preflight.context import CheckedTrainer
+    from tr_core.trainer_methods import TrainerMethods
 
 VARIABLE = "TR_PREFLIGHT"
 
@@ -34,7 +34,7 @@ def requested() -> bool:
 
 
 def stop_if_requested(
-    trainer: CheckedTrainer, *, resume: Any = None, evaluation_data: Any = None, trains: bool = False
+    trainer: TrainerMethods, *, resume: Any = None, evaluation_data: Any = None, trains: bool = False
 ) -> None:
     """Run the preflight of `trainer` and end the script, if `trainer check` started this process; else do nothing.
 
@@ -61,7 +61,7 @@ def stop_if_requested(
     raise PreflightDone(0)
 
 
-def _refuse_if_checked(trainer: CheckedTrainer) -> None:
+def _refuse_if_checked(trainer: TrainerMethods) -> None:
     if trainer.is_checked:
         raise RuntimeError(
             "this Trainer was checked by tr_core.preflight.check, which leaves its model, data and random number "

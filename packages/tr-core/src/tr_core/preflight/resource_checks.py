@@ -16,11 +16,12 @@ from tr_args import TrainingArguments
 from tr_core.checkpoint.saving import model_parts
 from tr_core.plugins import PluginError
 from tr_core.preflight.argument_checks import checkpointer_of, evaluation_count
-from tr_core.preflight.context import CheckContext, CheckedTrainer
+from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import last_line, raised_at
 from tr_core.preflight.report import Problem
 from tr_core.protocols import EvaluationWeights, Stateful
 from tr_core.state import resolve_steps
+from tr_core.trainer_methods import TrainerMethods
 from tr_core.validation import nearest_existing_path
 from tr_log.formatting import size
 
@@ -112,7 +113,7 @@ def _existing_checkpoints(subject: CheckContext) -> int:
         return 0
 
 
-def _model_bytes(trainer: CheckedTrainer) -> int:
+def _model_bytes(trainer: TrainerMethods) -> int:
     parts = model_parts(trainer.strategy, trainer.model, trainer.model_wrapped)
     return tensor_bytes([part.state_dict() for part in parts.values()])
 

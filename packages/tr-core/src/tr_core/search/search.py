@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from tr_args import TrainingArguments
-from tr_core.protocols import Checkpointer, Collectives, Stateful, Strategy
+from tr_core.protocols import Collectives, Strategy
 from tr_core.search.arguments import changed, converted, default_compute_objective, default_hp_space
 from tr_core.search.journal import FILE_NAME, Journal, TrialRecord, same_values
 from tr_core.search.samplers import Sampler, Space
 from tr_core.search.trial import FixedTrial, TrialPrunedError
-from tr_core.state import TrainerState
+from tr_core.trainer_methods import TrainerMethods
 from tr_log import get_logger
 
 logger = get_logger("tr_core.trainer")
@@ -149,42 +148,6 @@ class SearchPlan:
         )
 
 
-class TrialRunner(Protocol):
-    """The methods of the Trainer that a search needs.
-
-    Attributes:
-        args: the training arguments, which each trial changes.
-        state: the state of the newest run.
-    """
-
-    args: TrainingArguments
-    state: TrainerState
-    strategy: Strategy
-
-    @property
-    def callback_handler(self) -> Stateful:
-        """The callbacks; before each run they are reset to their state before the search."""
-        ...
-
-    @property
-    def train(self) -> Callable[..., Any]:
-        """Train a run."""
-        ...
-
-    @property
-    def evaluate(self) -> Callable[..., dict[str, float]]:
-        """Evaluate the model of a run."""
-        ...
-
-    def forget_model(self) -> None:
-        """Drop the model, so that the next run builds a new one."""
-        ...
-
-    def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:
-        """Use another checkpointer, None for a new one, and return the former one."""
-        ...
-
-
 class Search:
     """One search with a Trainer.
 
@@ -194,7 +157,7 @@ class Search:
         record: the current trial, the same on all ranks.
     """
 
-    def __init__(self, runner: TrialRunner, plan: SearchPlan, make_sampler: Callable[[], Sampler]) -> None:
+    def __init__(self, runner: TrainerMethods, plan: SearchPlan, make_sampler: Callable[[], Sampler]) -> None:
         self._runner, self._plan, self._make_sampler = runner, plan, make_sampler
         self._folder = Path(runner.args.output_dir)
         self._sampler: Any = None

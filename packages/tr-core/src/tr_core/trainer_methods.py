@@ -1,4 +1,4 @@
-"""Define what one call of `train` needs from its owner, a Trainer, and from the part `settings` of its checkpoints."""
+"""Define what the code below the Trainer asks of it: attributes, and methods that a subclass may override."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from tr_args import TrainingArguments
 from tr_core.callback import CallbackList
 from tr_core.data.batches import TakeBatches
 from tr_core.loss import LossRule, StepScope
-from tr_core.protocols import Checkpointer, Stateful
+from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState
 
 
-class RunMethods(Protocol):
-    """Define what one call of `train` needs from its owner, whose methods a subclass may override.
+class TrainerMethods(Protocol):
+    """Define what a run, an evaluation, a search and a preflight ask of their Trainer.
 
-    The run reads attributes at each use: a callback may assign some of them.
+    Attributes are read at each use: a callback may assign some of them.
 
     Attributes:
+        state: the state of the newest run.
+        preprocess_logits_for_metrics: `(logits, labels)` → the outputs to keep of each batch; None to keep the logits.
         model: the unwrapped model.
         model_wrapped: what the strategy's `prepare` returned.
         processing_class: tokenizer or processor, None if there is none.
@@ -49,17 +51,62 @@ class RunMethods(Protocol):
     step_function: Callable[..., torch.Tensor]
     callback_handler: CallbackList
     loaders: dict[str, Any]
+    strategy: Strategy
     train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    label_names: list[str]
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     random_state: RandomState
     search: Any
     trial: Any
     has_assignments: bool
+    is_in_train: bool
+    is_checked: bool
+    _loss_takes_count: bool
 
     loss_is_scaled_for_ga: bool | None
     loss_context: Callable[[], AbstractContextManager[object]]
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *, num_items_in_batch: torch.Tensor | None = None) -> Any:
+    @property
+    def compute_loss(self) -> Callable[..., Any]:
         """Compute the loss of one batch."""
+        ...
+
+    @property
+    def create_optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+        """Build the optimizer, unless there is one."""
+        ...
+
+    @property
+    def create_scheduler(self) -> Callable[..., LRScheduler]:
+        """Build the schedule, unless there is one."""
+        ...
+
+    @property
+    def train(self) -> Callable[..., Any]:
+        """Train a run."""
+        ...
+
+    @property
+    def evaluate(self) -> Callable[..., dict[str, float]]:
+        """Evaluate, log and return the metrics."""
+        ...
+
+    @property
+    def evaluation_loop(self) -> Callable[..., Any]:
+        """Evaluate data."""
+        ...
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Run the wrapped model on one batch without gradients; return loss, logits, labels, each None if missing."""
+        ...
+
+    def fire(self, event: str, **extra: Any) -> None:
+        """Send an event to the callbacks."""
         ...
 
     def overrides(self, *names: str) -> bool:
@@ -93,8 +140,24 @@ class RunMethods(Protocol):
         """Build the loader of the training data."""
         ...
 
-    def evaluate(self, *, ignore_keys: list[str] | None = None) -> dict[str, float]:
-        """Evaluate, log and return the metrics."""
+    @property
+    def training_context(self) -> Callable[..., AbstractContextManager[None]]:
+        """Apply the run-wide settings of training inside a block."""
+        ...
+
+    @property
+    def get_num_trainable_parameters(self) -> Callable[..., int]:
+        """Count the trainable parameters."""
+        ...
+
+    def _get_collator_with_removed_columns(self, data_collator: Any) -> Callable[..., Any]: ...
+
+    def forget_model(self) -> None:
+        """Drop the model, so that the next run builds a new one."""
+        ...
+
+    def exchange_checkpointer(self, checkpointer: Checkpointer | None) -> Checkpointer | None:
+        """Use another checkpointer, None for a new one, and return the former one."""
         ...
 
     def report_trial(self, metrics: dict[str, float]) -> None:
@@ -135,12 +198,4 @@ class RunMethods(Protocol):
 
     def counts_floating_point_ops(self) -> bool:
         """Whether `floating_point_ops` can count anything."""
-        ...
-
-
-class RunSettings(Stateful, Protocol):
-    """Save and restore the part `settings` of a run's checkpoints."""
-
-    def record_changes(self) -> None:
-        """Record what a callback changed in the optimizer and the schedule."""
         ...
