@@ -6,12 +6,9 @@ Its methods are thin: the code below takes the values it uses. What only subclas
 
 from __future__ import annotations
 
-import functools
-import math
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -25,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_args.serialization import make_folders_absolute
+from tr_core import loss_look
 from tr_core.batch_size_search import run_epochs_within_memory
 from tr_core.callback import CallbackList, adopted
 from tr_core.callbacks.defaults import default_callbacks
@@ -72,7 +70,7 @@ from tr_core.evaluation.gather import gather_tree, map_objects, map_tensors
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetric, is_streaming
 from tr_core.log_window import store_counts
 from tr_core.loop import evaluate_and_report, log_evaluate_save, run_epochs
-from tr_core.loss import ZERO_WITH_GRADIENTS, Division, LabelSmoother, LossRule, Pair, StepScope, split_loss
+from tr_core.loss import Division, LabelSmoother, LossRule, StepScope, split_loss
 from tr_core.metric_means import MetricWindow
 from tr_core.model import is_left_in_place, place_on_device
 from tr_core.model_card import CardDetails, TrainedRun, Words, write_model_card
@@ -83,14 +81,13 @@ from tr_core.model_io import (
     can_return_loss,
     find_label_names,
     kept_columns,
-    local_shard,
     loss_of,
     main_input_name,
     map_items,
     to_device,
 )
 from tr_core.optim.chosen_optimizer import ChosenOptimizer
-from tr_core.optim.fused_backward import check_fused_backward, fused_backward, kind
+from tr_core.optim.fused_backward import check_fused_backward, fused_backward
 from tr_core.optim.optimizers import (
     Factory,
     build_optimizer,
@@ -106,7 +103,6 @@ from tr_core.preflight.requested import requested, stop_if_requested
 from tr_core.protocols import Checkpointer, Restored, Strategy
 from tr_core.random_state import RandomState, separate_randomness, set_seed
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
-from tr_core.rollback import Rollback, without_own_hooks
 from tr_core.run import Run
 from tr_core.runtime.compilation import Compilation, apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
@@ -1041,12 +1037,12 @@ class Trainer(TransformersAttributes):
         if count and num_items_in_batch is not None:
             count = {"num_items_in_batch": num_items_in_batch}
             if self.loss_rule.is_open and self.observes_loss(num_items_in_batch):
-                self._observe_training(model, inputs, num_items_in_batch)
+                loss_look.observe_training(self, model, inputs, num_items_in_batch)
         wants_outputs = self.callback_handler.wants_outputs
         options = {**count, "return_outputs": True} if wants_outputs else count
         self.loss_rule.is_own_loss = False
         if self.scope.size > 1 and self.loss_rule.divides_itself is None:
-            loss = self._first_loss(model, inputs, options)
+            loss = loss_look.first_loss(self, model, inputs, options)
         else:
             with self.loss_context():
                 loss = self.compute_loss(model, inputs, **options)
@@ -1062,7 +1058,7 @@ class Trainer(TransformersAttributes):
             self._log_parts(parts, division)
         self.strategy.backward(loss)
         if self.loss_rule.was_zero:
-            self._refuse_gradients_of_zero()
+            loss_look.refuse_gradients_of_zero(self)
         if wants_outputs:
             self.scope.outputs = map_tensors(torch.Tensor.detach, outputs)
         return loss.detach()
@@ -1157,7 +1153,9 @@ class Trainer(TransformersAttributes):
         if count_argument and count is not None and self.is_in_evaluation:
             given = count
             if self.loss_rule.asks_in_evaluation(is_own=not self.overrides("compute_loss")):
-                self.loss_rule.observe_evaluation(lambda: self._losses_with(model, inputs, given, nullcontext))
+                self.loss_rule.observe_evaluation(
+                    lambda: loss_look.losses_with(self, model, inputs, given, nullcontext)
+                )
         self.loss_rule.is_own_loss = False
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count_argument)
         parts: dict[str, torch.Tensor] = {}
@@ -1225,108 +1223,6 @@ class Trainer(TransformersAttributes):
         """Whether the loss of the current micro-batch is computed twice more, to see what it is divided by."""
         takes_count = num_items is not None and self._loss_takes_count
         return takes_count and self.loss_rule.asks(self.scope.size, self.loss_is_scaled_for_ga)
-
-    def _observe_training(self, model: nn.Module, inputs: Any, num_items: torch.Tensor) -> None:
-        targets = self.loss_rule.count_inputs(inputs)
-        self.loss_rule.observe(
-            lambda: self._losses_with(model, inputs, num_items, self.loss_context),
-            has_targets=targets is None or bool(targets),  # sync: until it is known, mostly once a run
-            is_scaled=self.loss_is_scaled_for_ga,
-        )
-
-    def _first_loss(self, model: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
-        """Call `compute_loss` where it is not known whether it divides by the accumulation itself. Collective.
-
-        It can only if it reads `current_gradient_accumulation_steps`. Then all is put back as it was, the loss is
-        looked at, and is computed again for the step.
-        """
-        rule, scope = self.loss_rule, self.scope
-        if self.loss_is_scaled_for_ga is None and self.overrides("compute_loss"):
-            rollback, scope.size_was_read = self._rollback(model), False
-            with self.loss_context():
-                loss = self.compute_loss(model, to_device(inputs, self.strategy.device, copy=True), **options)
-            if not any(self.strategy.gather_objects(scope.size_was_read)):
-                rule.divides_itself = False
-                return loss
-            del loss  # and what its backward pass would need
-            rollback.restore()
-            number = options.get("num_items_in_batch")
-            look = functools.partial(self._losses_with, model, inputs, number, self.loss_context, doubles_size=True)
-            rule.observe_accumulation(look, is_counted=number is not None)
-        else:
-            rule.divides_itself = False
-        with self.loss_context():
-            return self.compute_loss(model, inputs, **options)
-
-    def _rollback(self, model: nn.Module) -> Rollback:
-        return Rollback(self.strategy.device, model, self, vars(self), vars(self.state), self.loss_function)
-
-    def _losses_with(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        num_items: torch.Tensor | None,
-        context: Callable[[], Any],
-        *,
-        doubles_size: bool = False,
-    ) -> Pair:
-        """Compute a loss with the count, or number of micro-batches, and with twice that; leave all as it was. Sync."""
-        # What was compiled runs as written: it would be compiled for one call.
-        stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-        try:
-            # Checkpointing warns where there are no gradients.
-            with warnings.catch_warnings(action="ignore"), torch.no_grad(), without_own_hooks(model), stance:
-                return self._pair(model, inputs, num_items, context, doubles_size)
-        except Exception as error:
-            # It may need gradients, a hook, or the memory that compiled code saves.
-            self.logger.debug("the loss is looked at in a step like any other: %r", error)
-        return self._pair(model, inputs, num_items, context, doubles_size)
-
-    def _pair(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        num_items: torch.Tensor | None,
-        context: Callable[[], Any],
-        doubles_size: bool,
-    ) -> Pair:
-        own, scope, unit = vars(self), self.scope, 0.0
-        size, rollback = scope.size, self._rollback(model)
-        doubled = float(size if num_items is None or doubles_size else num_items)
-        losses: list[float] = []
-        options: dict[str, Any] = (
-            {"return_outputs": True} if self.is_in_evaluation or self.callback_handler.wants_outputs else {}
-        )
-        for factor in (1, 2):
-            if self._loss_takes_count:
-                options["num_items_in_batch"] = num_items if num_items is None or doubles_size else num_items * factor
-            own.update(log=_nothing, log_metric=_nothing)  # undone with the rest
-            scope.size = size * factor if doubles_size else size
-            try:
-                with context():
-                    copied = to_device(inputs, self.strategy.device, copy=True)
-                    loss = self.compute_loss(model, copied, **options)
-            finally:
-                rollback.restore()
-                scope.size = size
-                torch.clear_autocast_cache()  # it has weights without gradients
-            loss = loss[0] if "return_outputs" in options else loss
-            loss = split_loss(loss)[0] if isinstance(loss, Mapping) else loss
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                return Pair(doubled, math.nan, math.nan, unit)
-            losses.append(float(loss.detach()))  # sync
-            unit = torch.finfo(loss.dtype).eps / 2 if loss.is_floating_point() else 0.0
-        return Pair(doubled, losses[0], losses[1], unit)
-
-    def _refuse_gradients_of_zero(self) -> None:
-        """Refuse a loss of 0 that has gradients while it is not known what it is divided by. Sync. Collective."""
-        strategy, self.loss_rule.was_zero = self.strategy, False
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        # Where gradients are gone already, none is seen.
-        hides = strategy.binds_optimizer or (self.optimizer and kind(self.optimizer) == "backward-update")
-        has_any = hides or any(bool(local_shard(gradient).any()) for gradient in gradients)
-        if any(strategy.gather_objects(has_any)):
-            raise ValueError(ZERO_WITH_GRADIENTS)
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` returned in addition to the loss: this micro-batch's share of the step's values."""
@@ -2357,10 +2253,6 @@ def _named(name: str, datasets: Any) -> Any:
         names = ", ".join(map(repr, known)) or "none, as eval_dataset is no dict"
         raise ValueError(f"there is no evaluation data set named {name!r}; those of this Trainer are: {names}")
     return known[name]
-
-
-def _nothing(*args: Any, **named: Any) -> None:
-    """Log nothing."""
 
 
 class _Hidden:

@@ -63,6 +63,9 @@ class TrainerMethods(Protocol):
     trial: Any
     has_assignments: bool
     is_in_train: bool
+    is_in_evaluation: bool
+    optimizer: torch.optim.Optimizer | None
+    loss_function: Callable[..., torch.Tensor] | None
     is_checked: bool
     _loss_takes_count: bool
 
