@@ -1,7 +1,6 @@
-"""Let tests import `shared`, and keep what one test does to the packages' loggers from the tests that follow."""
+"""Let tests import `shared`; skip files whose libraries are not there; leave no process group behind."""
 
 import importlib
-import logging
 import os
 import re
 import sys
@@ -29,33 +28,6 @@ def pytest_make_collect_report(
     if missing and missing[1] in OPTIONAL:
         report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"Skipped: needs {missing[1]}")
     return report
-
-
-def of_the_packages() -> list[logging.Logger]:
-    """Return the packages' loggers, as far as there are any yet."""
-    known = logging.Logger.manager.loggerDict
-    return [logger for name, logger in known.items() if isinstance(logger, logging.Logger) and name.startswith("tr_")]
-
-
-@pytest.fixture(autouse=True)
-def loggers_as_in_a_new_process() -> Iterator[None]:
-    """Take back levels and handlers, which a Trainer sets for the process; what is said once may be said again.
-
-    Before a test too: a Trainer may be built where a module is imported.
-    """
-    before = {logger: logger.handlers[:] for logger in of_the_packages()}
-    for logger in before:
-        logger.level, logger.propagate = logging.NOTSET, True
-    logging.Logger.manager._clear_cache()
-    yield
-    logging.disable(logging.NOTSET)  # benches are quiet, and some tests call one
-    for logger in of_the_packages():
-        logger.level, logger.propagate, logger.handlers = logging.NOTSET, True, before.get(logger, [])
-    logging.Logger.manager._clear_cache()
-    if "tr_log" in sys.modules:
-        from tr_log.testing import forget_once
-
-        forget_once()
 
 
 @pytest.fixture(autouse=True)

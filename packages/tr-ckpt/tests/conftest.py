@@ -28,6 +28,14 @@ multiprocessing.set_forkserver_preload(
 
 
 @pytest.fixture(autouse=True)
+def hub_within_reach(monkeypatch):
+    """Take back what the client was told before, where tests of others had imported it; and the variable they set."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    if "huggingface_hub" in sys.modules:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture(autouse=True)
 def without_waiting_for_the_disk(monkeypatch):
     """Let a sync return at once: tests make thousands, and none of them can see what it does."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
