@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tr_ckpt import RNGState
+from tr_ckpt.hf_import import state_files
 
 
 class Tied(torch.nn.Module):
@@ -129,3 +131,11 @@ class View:
     def __reduce__(self) -> Any:
         storage = torch.zeros(4)._typed_storage()
         return torch._utils._rebuild_tensor_v2, (storage, *self.described, False, OrderedDict())
+
+
+def read_program(program: bytes, folder: Path) -> Any:
+    """Read a pickle as the state of a file of `torch.save`."""
+    with zipfile.ZipFile(folder / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", program)
+        archive.writestr("x/version", "3")
+    return state_files.read_archive(folder / "x.pt")

@@ -15,7 +15,7 @@ from ckpt_foreign import Payload, View
 from ckpt_parts import same
 
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, hf_import
-from tr_ckpt.hf_import import state_files, unpickling
+from tr_ckpt.hf_import import state_files
 
 
 def write_plain(value, path):
@@ -105,7 +105,6 @@ PROGRAMS = {
     "state for a tensor": b"ctorch._utils\n_rebuild_parameter\n(K\x01tR}b.",
     "a storage of another kind": b"(S'storage'\nNS'0'\nS'cpu'\nK\x01tQ.",
     "something else outside": b"S'module'\nQ.",
-    "bytes in another encoding": b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13tR.",
     "an array of objects": b"cnumpy\ndtype\n(S'O8'\nK\x00K\x01tR.",
     "nothing": b"",
     "a pickle that is cut off": pickle.dumps([1, 2, 3], protocol=2)[:-3],
@@ -114,9 +113,9 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_what_is_no_plain_state_is_refused(program):
+def test_what_is_no_plain_state_is_refused(program, tmp_path):
     with pytest.raises(CheckpointError):
-        unpickling.load(program, lambda described: torch.empty(0))
+        ckpt_foreign.read_program(program, tmp_path)
 
 
 def plain_state():
@@ -163,7 +162,7 @@ def test_values_of_numpy_become_tensors_and_numbers_whatever_its_version(tmp_pat
     for core in (b"numpy.core.", b"numpy._core."):
         for other in (b"numpy.core.", b"numpy._core."):
             program = written.replace(other, core)
-            read = unpickling.load(program, lambda described: torch.empty(0))
+            read = ckpt_foreign.read_program(program, tmp_path)
             assert read["words"].tolist() == [0, 1, 2, 3, 4]
             assert read["words"].dtype == torch.uint32
             assert torch.equal(read["matrix"], torch.ones(2, 3, dtype=torch.float64))
@@ -171,11 +170,11 @@ def test_values_of_numpy_become_tensors_and_numbers_whatever_its_version(tmp_pat
             assert type(read["rate"]) is float
 
 
-@pytest.mark.parametrize("kind", [object, ">u4", "U3"])
-def test_arrays_that_are_not_of_numbers_are_refused(kind):
+@pytest.mark.parametrize("kind", [object, "U3"])
+def test_arrays_that_are_not_of_numbers_are_refused(kind, tmp_path):
     np = pytest.importorskip("numpy")
-    with pytest.raises(CheckpointError, match="NumPy value"):
-        unpickling.load(pickle.dumps(np.array([1, 2]).astype(kind), protocol=2), lambda described: torch.empty(0))
+    with pytest.raises(CheckpointError, match=r"x\.pt"):
+        ckpt_foreign.read_program(pickle.dumps(np.array([1, 2]).astype(kind), protocol=2), tmp_path)
 
 
 @pytest.mark.parametrize(

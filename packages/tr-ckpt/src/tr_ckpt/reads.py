@@ -224,6 +224,12 @@ class CheckpointFile(io.RawIOBase):
             left -= len(piece) if left > 0 else 0
         return b"".join(pieces)
 
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill a buffer as far as the file goes, and return how far that is."""
+        found = self.read(len(view := memoryview(buffer).cast("B")))
+        view[: len(found)] = found
+        return len(found)
+
     def readable(self) -> bool:
         """Return True."""
         return True

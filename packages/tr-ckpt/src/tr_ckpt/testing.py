@@ -28,7 +28,7 @@ from tr_ckpt import (
 from tr_ckpt.command import selection
 from tr_ckpt.command.comparing import compare_values
 from tr_ckpt.errors import CheckpointError, PushError
-from tr_ckpt.hf_import import state_files, trainer_files, unpickling
+from tr_ckpt.hf_import import state_files, trainer_files
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.names import MANIFEST, Process, this_process
@@ -49,7 +49,6 @@ __all__ = [
     "read_foreign_state",
     "read_manifest",
     "read_part",
-    "read_pickle",
     "read_shard_index",
     "read_tensors",
     "read_weight_map",
@@ -184,13 +183,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def read_shard_index(path: Path, shards: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Read the index of a sharded part; returns shape and dtype of each tensor."""
     return {name: (tuple(saved.shape), saved.dtype) for name, saved in shard_index.read(path, shards).items()}
-
-
-def read_pickle(data: bytes) -> Any:
-    """Read a pickle of another program without its tensors; none of its code is executed."""
-    number = torch.empty(2)
-    state = unpickling.load(data, lambda described: number)
-    return trainer_files.scheduler_part(state) if isinstance(state, dict) else state
 
 
 def read_archive(path: Path) -> Any:

@@ -6,24 +6,24 @@ from such files.
 
 from __future__ import annotations
 
-import ctypes
-import math
+import pickle
+import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
-from tr_ckpt import files, reads, tensor_file, untrusted
+from tr_ckpt import reads, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
-from tr_ckpt.hf_import import unpickling
-from tr_ckpt.hf_import.unpickling import MOST_BYTES, TIMES_THE_FILE, Strided
+from tr_ckpt.hf_import.plain_state import PlainState
 
 
 def read_archive(path: Path) -> Any:
     """Return the state in a file of `torch.save`, its tensors in host memory; tensors that shared memory still do.
 
-    Nothing that the file names is executed. Every byte is compared with the archive's checksums.
+    Nothing that the file names is executed (`torch.load(weights_only=True)`). Every byte is compared with the archive's
+    checksums.
 
     Raises:
         CheckpointError: the file holds something that is not plain state; the message names it.
@@ -32,10 +32,21 @@ def read_archive(path: Path) -> Any:
     """
     name = path.name
     untrusted.require_regular_file(path)
+    size_bytes = reads.status(path).st_size
     try:
-        with reads.CheckpointFile(path) as file, zipfile.ZipFile(file) as archive:
-            return _Archive(archive, reads.status(path).st_size).load()
-    except unpickling.RefusedNameError as error:
+        with reads.CheckpointFile(path) as opened, torch.serialization.safe_globals(_numpy_globals()):
+            file = cast("IO[bytes]", opened)
+            with zipfile.ZipFile(file) as archive:
+                _check_archive(archive, size_bytes)
+            file.seek(0)
+            refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            if refused:
+                raise _NotPlainError(", ".join(sorted(refused)))
+            file.seek(0)
+            with warnings.catch_warnings(action="ignore"):  # of an unusual protocol: it is read, or refused
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            return PlainState(size_bytes).take(state)
+    except _NotPlainError as error:
         raise CheckpointError(
             f"{name} names {error}, which is neither tensor, number nor container: nothing of it was executed, and it "
             "is not read. Save the state as plain values, or find out who put that there"
@@ -49,91 +60,58 @@ def read_archive(path: Path) -> Any:
             f"{name} is no whole archive of torch.save: {error}. One that was written before torch 1.6 must be loaded "
             "and saved again with a later one"
         ) from error
-    except (OSError, EOFError, ValueError, RuntimeError, NotImplementedError, MemoryError) as error:
-        raise DamagedCheckpointError(f"{name} cannot be read: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{name} cannot be read as plain state: {error}. What torch.save writes by itself is read, without another "
+            "pickle_protocol"
+        ) from error
+    except Exception as error:  # any error of the reader means that the bytes are wrong
+        raise DamagedCheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
 
 
-class _Archive:
-    """An open archive, and the storages that were read from it."""
+class _NotPlainError(CheckpointError):
+    """A file names what plain state has not; the message is the names."""
 
-    def __init__(self, archive: zipfile.ZipFile, size_bytes: int) -> None:
-        self._archive = archive
-        self._size_bytes = size_bytes
-        self._made_bytes = 0
-        self._storages: dict[str, torch.Tensor] = {}
-        names = archive.namelist()
-        if problem := untrusted.paths_problem(names):
-            raise DamagedCheckpointError(f"it has {problem}")
-        pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
-        if len(pickles) != 1 or len(set(names)) != len(names):
-            raise DamagedCheckpointError("it is a zip archive, but not one of torch.save")
-        self._pickle = pickles[0]
-        self._prefix = self._pickle.removesuffix("data.pkl")
 
-    def load(self) -> Any:
-        """Return the state.
+_IS_FOLDER = 0x10  # among the attributes that DOS gave files
 
-        Raises:
-            CheckpointError: it is not plain state.
-            DamagedCheckpointError: it is not in torch's format.
-        """
-        if self._prefix + "byteorder" in self._archive.namelist():
-            order = self._archive.read(self._prefix + "byteorder")
-            if order != b"little":
-                raise CheckpointError(f"its numbers are stored {order!r}-endian; little-endian ones are read")
-        self._check_sizes()
-        return unpickling.load(self._archive.read(self._pickle), self._tensor)
 
-    def _check_sizes(self) -> None:
-        entries = self._archive.infolist()
-        for entry in entries:
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                raise DamagedCheckpointError(f"{entry.filename} in it is compressed, which torch.save never does")
-        if sum(entry.file_size for entry in entries) > self._size_bytes:
-            raise DamagedCheckpointError("its entries are longer than it is: they lie over each other, or are cut off")
+def _check_archive(archive: zipfile.ZipFile, size_bytes: int) -> None:
+    """Raise unless an archive is one of `torch.save`, in whole."""
+    names = archive.namelist()
+    if problem := untrusted.paths_problem(names):
+        raise DamagedCheckpointError(f"it has {problem}")
+    pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1 or len(set(names)) != len(names):
+        raise DamagedCheckpointError("it is a zip archive, but not one of torch.save")
+    entries = archive.infolist()
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise DamagedCheckpointError(f"{entry.filename} in it is compressed, which torch.save never does")
+        if entry.is_dir() or entry.external_attr & _IS_FOLDER:  # of which torch reads nothing
+            raise DamagedCheckpointError(f"{entry.filename} in it is marked as a folder")
+    if sum(entry.file_size for entry in entries) > size_bytes:
+        raise DamagedCheckpointError("its entries are longer than it is: they lie over each other, or are cut off")
+    order = pickles[0].removesuffix("data.pkl") + "byteorder"
+    if order in names and archive.read(order) != b"little":
+        raise CheckpointError(f"its numbers are stored {archive.read(order)!r}-endian; little-endian ones are read")
+    if (changed := archive.testzip()) is not None:
+        raise DamagedCheckpointError(f"{changed} in it was changed: its checksum differs")
 
-    def _tensor(self, described: Strided) -> torch.Tensor:
-        width = described.dtype.itemsize
-        # Overlapping and repeating tensors become full tensors when they are copied.
-        self._made_bytes += math.prod(described.size) * width
-        if self._made_bytes > max(MOST_BYTES, TIMES_THE_FILE * self._size_bytes):
-            raise CheckpointError(
-                f"its tensors come to more than {TIMES_THE_FILE} times its {self._size_bytes:,} bytes: they repeat the "
-                "same numbers. Save what is not repeated, as tensor.clone() of it"
-            )
-        numbers = self._storage(described.storage.key)
-        available = numbers.numel() // width
-        last = described.offset + sum((n - 1) * step for n, step in zip(described.size, described.stride, strict=True))
-        if 0 not in described.size and last >= available:
-            raise DamagedCheckpointError(
-                f"a tensor of shape {described.size} reaches beyond its {available} numbers of {described.dtype}"
-            )
-        typed = numbers[: available * width].view(described.dtype)
-        return typed.as_strided(described.size, described.stride, described.offset)
 
-    def _storage(self, key: str) -> torch.Tensor:
-        if key not in self._storages:
-            try:
-                entry = self._archive.getinfo(f"{self._prefix}data/{key}")
-            except KeyError:
-                raise DamagedCheckpointError(f"the numbers {key!r} of a tensor are not in it") from None
-            self._storages[key] = self._bytes(entry)
-        return self._storages[key]
-
-    def _bytes(self, entry: zipfile.ZipInfo) -> torch.Tensor:
-        # Allocated by torch for its alignment, and filled in blocks, so that there are never two copies.
-        held = torch.empty(entry.file_size, dtype=torch.uint8)
-        if not entry.file_size:
-            return held
-        view = memoryview((ctypes.c_char * entry.file_size).from_address(held.data_ptr())).cast("B")
-        start = 0
-        with self._archive.open(entry) as file:
-            while piece := file.read(files.BLOCK_BYTES):
-                view[start : start + len(piece)] = piece
-                start += len(piece)
-        if start != entry.file_size:
-            raise DamagedCheckpointError(f"{entry.filename} in it is cut off")
-        return held
+def _numpy_globals() -> list[Any]:
+    """Return what the arrays and scalars of NumPy name in a pickle, of either version of NumPy; nothing without it."""
+    try:
+        import numpy as np
+    except ImportError:
+        return []
+    own = np.zeros(1).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    functions = [(own, "_reconstruct"), (scalar, "scalar")]
+    named = [
+        (function, f"numpy.{core}.multiarray.{name}") for function, name in functions for core in ("core", "_core")
+    ]
+    return [*named, np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in "?bhilqBHILQefd"}]
 
 
 # In the order in which transformers looks for them, safetensors first.
