@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # in the processes of ranks too
 
 from lomo_runs import Network, logged, train_as_rank, trained, trainer, weights_of
 from shared.callbacks import Stop, StopAt
+from shared.results import distance, nudged
 
 from tr_core.preflight import check
 from tr_core.testing import check_in_backward
@@ -66,11 +67,14 @@ def test_tied_weights_in_reentrant_segments_are_updated_once(tmp_path, name):
             logits = segment(lambda h: self.head(h.mean(dim=1)), hidden)
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
-    def run(**options):
+    def run(change=lambda model: model, **options):
         torch.manual_seed(3)
-        return trained(tmp_path, model=AllInSegments(), max_steps=8, **options)
+        return trained(tmp_path, model=change(AllInSegments()), max_steps=8, **options)
 
-    assert_close(run(optim=name), run(**ORDINARY[name]))
+    expected = run(**ORDINARY[name])
+    # A weight has eight updates, each divided by its own size: a rounding grows. Ten times what one does to all.
+    spread = distance(run(nudged, **ORDINARY[name]), expected)
+    assert_close(run(optim=name), expected, tolerance=max(1e-6, 10 * spread))
 
 
 @pytest.mark.parametrize("name", NAMES)

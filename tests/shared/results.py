@@ -39,3 +39,16 @@ def assert_close(given, expected):
     assert given.keys() == expected.keys()
     for name, value in expected.items():
         assert np.asarray(given[name]) == pytest.approx(np.asarray(value), rel=1e-6), name
+
+
+def nudged(model):
+    """Return a model after every weight was rounded once more, up or down.
+
+    How far apart two runs end that begin so is how far roundings in another order may take them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            up = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+            weight.mul_(1 + up * torch.finfo(weight.dtype).eps)
+    return model
