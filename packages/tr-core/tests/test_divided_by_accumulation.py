@@ -106,6 +106,29 @@ def test_an_earlier_library_says_with_a_function_that_is_none_that_it_divides(ma
         build(make_trainer, Trainer, compute_loss_func="mean").train()
 
 
+def test_what_a_function_that_is_none_says_ends_with_it(make_trainer):
+    trainer = build(make_trainer, Divides, compute_loss_func="not None: compute_loss divides")
+    trainer.train()
+    assert (trainer.calls, trainer.loss_rule.divides_itself) == (2 * (ROWS // BATCH), True)
+    trainer.compute_loss_func = None
+    assert (trainer.loss_is_scaled_for_ga, trainer.loss_rule.divides_itself) == (None, None)
+
+
+def test_a_declaration_that_is_taken_back_in_a_run_leaves_the_loss_to_be_looked_at(make_trainer):
+    class TakesBack(Divides):
+        loss_is_scaled_for_ga = True
+
+        def training_step(self, *given):
+            loss = super().training_step(*given)
+            self.loss_is_scaled_for_ga = None
+            return loss
+
+    weights, losses, _ = trained(make_trainer, Plain)
+    own = trained(make_trainer, TakesBack)
+    torch.testing.assert_close(own[0], weights, rtol=1e-5, atol=1e-7)
+    assert own[1] == pytest.approx(losses, rel=1e-5)
+
+
 def test_looking_leaves_dropout_as_it_is(make_trainer):
     class Drops(Mean):
         def forward(self, x, labels=None):

@@ -95,6 +95,7 @@ class LossRule:
         model: the unwrapped model, to find out whether it takes the count and shifts its targets.
         average_tokens_across_devices: count over all ranks, not on this one only.
         declared: returns the user's declaration whether the model takes the count; None without one.
+        divides_itself: the user's declaration of the attribute; None without one.
 
     Attributes:
         is_open: whether the losses of training were not looked at yet.
@@ -114,6 +115,7 @@ class LossRule:
         *,
         average_tokens_across_devices: bool = True,
         declared: Callable[[], bool | None] = lambda: None,
+        divides_itself: bool | None = None,
     ) -> None:
         self._strategy = strategy
         self._over_ranks = average_tokens_across_devices and strategy.world_size > 1
@@ -124,6 +126,7 @@ class LossRule:
         )
         self._shifts = shifts_targets(model)
         self._averages_over_targets = compute_loss_func is None and averages_over_targets(model)
+        self._given_division = divides_itself
         self._gave_count = self._may_look = False
         self._is_unclear = False
         self.evaluated: bool | None = None
@@ -178,7 +181,7 @@ class LossRule:
         """Look at the losses of training again: a run begins."""
         self.is_open, self.was_zero = True, False
         self.observed: bool | None = None
-        self.divides_itself: bool | None = None
+        self.divides_itself = self._given_division
 
     def asks(self, size: int, is_scaled: bool | None) -> bool:
         """Whether a loss must be looked at: what it is divided by is not known and matters. The same on all ranks."""

@@ -40,7 +40,7 @@ def first_loss(methods: TrainerMethods, model: nn.Module, inputs: Any, options: 
     at, and is computed again for the step.
     """
     rule, scope = methods.loss_rule, methods.scope
-    if methods.loss_is_scaled_for_ga is None and methods.overrides("compute_loss"):
+    if methods.overrides("compute_loss"):
         rollback, scope.size_was_read = _rollback(methods, model), False
         with methods.loss_context():
             loss = methods.compute_loss(model, to_device(inputs, methods.strategy.device, copy=True), **options)

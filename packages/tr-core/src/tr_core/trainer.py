@@ -181,6 +181,13 @@ class Trainer(TransformersAttributes):
         strategy: where and how to compute; by default the arguments and the launcher select it.
         checkpointer: saves and restores checkpoints; by default the arguments name it.
 
+    Attributes:
+        loss_is_scaled_for_ga: what `compute_loss` of a subclass returns. True: a loss already divided for the full
+            step, which is used unchanged. False: a mean over its micro-batch, which is divided by their number. None:
+            the Trainer observes what the loss depends on. It may be set at any time.
+        card_details: the arguments of earlier calls of `create_model_card`.
+        lacks_best_weights: whether the best weights should have been loaded and were missing.
+
     Building a Trainer changes no random number generator and moves no model: `train` and `evaluate` do that.
 
     Raises:
@@ -432,18 +439,14 @@ class Trainer(TransformersAttributes):
         self._bind_process()
         self._derive()
 
-    def _checked_loss_func(self) -> Callable[..., torch.Tensor] | None:
-        """Return `compute_loss_func`; what is no function says, as in the reference, that `compute_loss` divides."""
+    def _check_loss_func(self) -> None:
+        """Refuse a `compute_loss_func` that is no function, unless there is an override that may divide by itself."""
         given = self.compute_loss_func
-        if given is None or callable(given):
-            return given
-        if not self.overrides("compute_loss"):
+        if given is not None and not callable(given) and not self.overrides("compute_loss"):
             raise TypeError(
                 f"compute_loss_func = {given!r} is a {type(given).__name__}; it must be a function (outputs, labels, "
                 "num_items_in_batch=) that returns the loss, or None"
             )
-        self._set("loss_is_scaled_for_ga", True)
-        return None
 
     def _derive(self) -> None:
         """Compute what depends on the current model, methods and arguments."""
@@ -465,7 +468,10 @@ class Trainer(TransformersAttributes):
             self.strategy,
         )
         if not _same_parts(made_of, self._loss_made_of):
-            self.loss_function = self._checked_loss_func()
+            self._check_loss_func()
+            is_function = self.compute_loss_func is None or callable(self.compute_loss_func)
+            # As in the reference, what is no function says that an override divides its loss.
+            self.loss_function = self.compute_loss_func if is_function else None
             if args.label_smoothing_factor and self.compute_loss_func is None:
                 self.loss_function = LabelSmoother(args.label_smoothing_factor, inner)
             self.loss_rule = LossRule(
@@ -474,6 +480,7 @@ class Trainer(TransformersAttributes):
                 self.strategy,
                 average_tokens_across_devices=averages,
                 declared=self.declared_loss_kwargs,
+                divides_itself=None if is_function else True,
             )
             self._loss_made_of = made_of
         # Overrides from before `num_items_in_batch` keep working.
@@ -1041,7 +1048,8 @@ class Trainer(TransformersAttributes):
         wants_outputs = self.callback_handler.wants_outputs
         options = {**count, "return_outputs": True} if wants_outputs else count
         self.loss_rule.is_own_loss = False
-        if self.scope.size > 1 and self.loss_rule.divides_itself is None:
+        is_declared = self.loss_is_scaled_for_ga is not None
+        if self.scope.size > 1 and not is_declared and self.loss_rule.divides_itself is None:
             loss = loss_look.first_loss(self, model, inputs, options)
         else:
             with self.loss_context():
