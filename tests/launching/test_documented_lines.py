@@ -119,9 +119,10 @@ def test_what_accelerate_config_asks_for_is_a_file_that_both_launchers_take(work
 
 def test_what_trainer_config_asks_for_is_a_file_that_accelerate_reads(workplace):
     file = workplace.folder / "answered.yaml"
-    code, seen = answer([BIN / "trainer", "config", "--config_file", file], {"How many machines": "1"})
+    answers = {"type of machine": "4", "How many GPU": "2"}
+    code, seen = answer([BIN / "trainer", "config", "--config_file", file], answers)
     assert code == 0, seen
-    assert "How many processes on all machines together [2]: " in seen
+    assert f"start with: trainer launch --config_file {file} SCRIPT" in seen
     text = "from accelerate.commands.config.config_args import load_config_from_file as f; print(f('answered.yaml'))"
     code, output, errors = workplace.run_in_shell(f'python -c "{text}"', 2)
     assert code == 0, errors
