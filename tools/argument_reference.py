@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from tr_args import Seq2SeqTrainingArguments
 from tr_args.aliases import aliases
-from tr_args.constraints import Above, AtLeast, Between, Numbers, Only, StepsOrRatio
+from tr_args.constraints import Above, AtLeast, Between, Later, Numbers, Only, StepsOrRatio
 from tr_args.help_page import field_help
 from tr_args.rules import conflicts, without_effect
 from tr_args.schema import FieldSpec, schema
-from tr_core import changes
 
 PAGE = Path(__file__).resolve().parent.parent / "packages/tr-args/docs/arguments.md"
 HEAD = """\
@@ -39,14 +38,6 @@ RESUMED = {
     Numbers.ORDER: "the order of the data changes: only between epochs",
     Numbers.METRIC: "the best model is chosen by another metric",
     Numbers.OTHER: "the numbers of the run change",
-}
-LATER = {
-    "acts from the next step": changes.NEXT_STEP,
-    "acts at the next evaluation or prediction": changes.NEXT_EVALUATION,
-    "acts at the next save": changes.NEXT_SAVE,
-    "acts at the end of the run": changes.END_OF_RUN,
-    "acts when the next run begins": changes.NEXT_RUN,
-    "refused once a Trainer was built with it": changes.FIXED_WHEN_BUILT,
 }
 # Values to try of the arguments that contradict others, beside their choices, the other truth value and small numbers.
 TRIED = {
@@ -87,7 +78,7 @@ def entry(spec: FieldSpec, excluded: list[str], former: list[str]) -> str:
     lines += [f"- Takes {text}." for text in takes]
     lines += [f"- Only `{shown(fact.value)}`: {fact.reason}." for fact in spec.facts if isinstance(fact, Only)]
     lines += [f"- Resumed with another value: {RESUMED[fact]}." for fact in spec.facts if isinstance(fact, Numbers)]
-    lines += [f"- Changed later: {text}." for text, names in LATER.items() if spec.name in names]
+    lines += [f"- Changed later: {fact.value}." for fact in spec.facts if isinstance(fact, Later)]
     lines += [f"- {text}." for text in excluded]
     lines += [f"- Former names: {', '.join(f'`{name}`' for name in sorted(former))}."] if former else []
     return "\n".join(lines).rstrip() + "\n"

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 
 from tr_args import Seq2SeqTrainingArguments, TrainingArguments
-from tr_args.constraints import GroupOption, Numbers, Only, Set
+from tr_args.constraints import GroupOption, Later, Numbers, Only
 from tr_args.schema import facts, facts_of_kind, schema
 
 
@@ -19,7 +19,7 @@ def test_every_argument_states_what_it_changes_in_a_resumed_run(name):
 def test_the_names_of_arguments_with_a_fact_come_in_the_order_of_the_fields():
     assert facts(TrainingArguments, Numbers.SCHEDULE) == ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
     assert facts(TrainingArguments, Numbers.METRIC) == ("metric_for_best_model", "greater_is_better")
-    assert "max_time" in facts(TrainingArguments, Set.AT_CONSTRUCTION)
+    assert "max_time" in facts(TrainingArguments, Later.NEW_TRAINER)
 
 
 def test_facts_with_values_are_found_by_the_name_of_their_field():

@@ -14,20 +14,13 @@ from support.models import Classifier
 from support.runs import log_of, steps_with
 from torch import nn
 
+from tr_args import Seq2SeqTrainingArguments
+from tr_args.testing import Later, facts, facts_of_kind
 from tr_core import Trainer, TrainingArguments
-from tr_core.changes import (
-    ACTING,
-    END_OF_RUN,
-    FIXED_WHEN_BUILT,
-    NEXT_EVALUATION,
-    NEXT_RUN,
-    NEXT_SAVE,
-    NEXT_STEP,
-    TAKEN_AT_BEGIN,
-)
+from tr_core.changes import TAKEN_AT_BEGIN
 
 NAMES = sorted(field.name for field in dataclasses.fields(TrainingArguments))
-OF_SEQ2SEQ = {"generation_config", "generation_max_length", "generation_num_beams", "predict_with_generate"}
+LATER = facts_of_kind(TrainingArguments, Later)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "changing-a-run.md"
 
 
@@ -45,13 +38,7 @@ def setting(**values):
     return lambda args: [setattr(args, name, value) for name, value in values.items()]
 
 
-def test_every_argument_that_acts_is_one():
-    assert set(NAMES) | OF_SEQ2SEQ >= ACTING
-    assert set(NAMES) | OF_SEQ2SEQ >= FIXED_WHEN_BUILT
-    assert not ACTING & FIXED_WHEN_BUILT
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ACTING])
+@pytest.mark.parametrize("name", [name for name in NAMES if LATER.get(name) in (None, Later.NEW_TRAINER)])
 def test_an_argument_that_a_run_takes_when_it_begins_is_refused_in_its_middle(
     make_trainer, name, tmp_path, monkeypatch
 ):
@@ -62,7 +49,7 @@ def test_an_argument_that_a_run_takes_when_it_begins_is_refused_in_its_middle(
     assert trainer.state.global_step == 2
 
 
-@pytest.mark.parametrize("name", sorted(FIXED_WHEN_BUILT & set(NAMES)))
+@pytest.mark.parametrize("name", facts(TrainingArguments, Later.NEW_TRAINER))
 def test_an_argument_that_a_trainer_is_built_with_is_refused_when_it_differs_at_the_next_use(make_trainer, name):
     trainer = make_trainer(8, eval_dataset=samples(4))
     before = getattr(trainer.args, name)
@@ -233,10 +220,14 @@ def test_the_document_lists_what_acts_and_what_is_refused():
     tables = {}
     for heading, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
         tables[heading] = set(re.findall(r"`(\w+)`", body))
-    assert tables["Arguments that act from the next step"] == NEXT_STEP
-    assert tables["Arguments that act at the next evaluation or prediction"] == NEXT_EVALUATION
-    assert tables["Arguments that act later"] == NEXT_SAVE | END_OF_RUN | NEXT_RUN
-    assert tables["Arguments that are refused at the next use of the Trainer"] == FIXED_WHEN_BUILT
+
+    def acting(*facts_of_fields):
+        return {name for fact in facts_of_fields for name in facts(Seq2SeqTrainingArguments, fact)}
+
+    assert tables["Arguments that act from the next step"] == acting(Later.NEXT_STEP)
+    assert tables["Arguments that act at the next evaluation or prediction"] == acting(Later.NEXT_EVALUATION)
+    assert tables["Arguments that act later"] == acting(Later.NEXT_SAVE, Later.END_OF_RUN, Later.NEXT_RUN)
+    assert tables["Arguments that are refused at the next use of the Trainer"] == acting(Later.NEW_TRAINER)
     assert tables["Attributes that are refused in a run"] == set(TAKEN_AT_BEGIN)
 
 

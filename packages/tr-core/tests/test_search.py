@@ -8,7 +8,7 @@ import torch
 from support.data import samples
 from support.models import Classifier
 
-from tr_args.testing import Set, facts
+from tr_args.testing import Later, facts
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.search import BestRun, TrialPrunedError, default_compute_objective
 from tr_core.search.journal import Journal, TrialRecord
@@ -190,7 +190,7 @@ def test_what_the_default_callbacks_are_built_from_cannot_be_searched(make_args)
     choose_strategy(args)
     acts_later = {"logging_strategy", "eval_strategy", "save_strategy", "parameter_rules"}
     acts_later.add("place_model_on_device")  # a property of a subclass
-    assert args.read - acts_later - set(facts(TrainingArguments, Set.AT_CONSTRUCTION)) == set()
+    assert args.read - acts_later - set(facts(TrainingArguments, Later.NEW_TRAINER)) == set()
 
 
 # What a search needs

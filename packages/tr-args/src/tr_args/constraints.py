@@ -291,11 +291,19 @@ class Numbers(Fact, Enum):
     """Anything else."""
 
 
-class Set(Fact, Enum):
-    """When the argument must be set."""
+class Later(Fact, Enum):
+    """When a new value acts that is assigned once a Trainer was built with the arguments.
 
-    AT_CONSTRUCTION = "at construction"
-    """Before a Trainer is built. A trial of a hyper-parameter search cannot set it."""
+    A run takes an argument without this fact when it begins, and refuses a new value in its middle.
+    """
+
+    NEXT_STEP = "acts from the next step"
+    NEXT_EVALUATION = "acts at the next evaluation or prediction"
+    NEXT_SAVE = "acts at the next save"
+    END_OF_RUN = "acts at the end of the run"
+    NEXT_RUN = "acts when the next run begins"
+    NEW_TRAINER = "refused once a Trainer was built with it"
+    """The Trainer makes its parts of it. A trial of a hyper-parameter search cannot set it."""
 
 
 @dataclass(frozen=True)

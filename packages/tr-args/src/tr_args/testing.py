@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tr_args.constraints import Only, Set
+from tr_args.constraints import Later, Only
 from tr_args.conversion import convert_field
 from tr_args.errors import ArgumentsError, Problem, RefusedError
 from tr_args.files import read_mapping
 from tr_args.schema import facts, facts_of_kind, schema
 from tr_args.types.choices import MetricSchedule
 
-__all__ = ["MetricSchedule", "Only", "Set", "convert_text", "facts", "facts_of_kind", "read_mapping"]
+__all__ = ["Later", "MetricSchedule", "Only", "convert_text", "facts", "facts_of_kind", "read_mapping"]
 
 
 def convert_text(cls: type, name: str, text: str) -> Any:

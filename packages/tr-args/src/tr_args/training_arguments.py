@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from tr_args.aliases import OldNames
 from tr_args.checked import Rule
-from tr_args.constraints import Numbers, OptionalCount
+from tr_args.constraints import Later, Numbers, OptionalCount
 from tr_args.fields import AllFields
 from tr_args.grouped_setters import GroupedSetters
 from tr_args.launcher_settings import follow_launcher
@@ -89,16 +89,16 @@ class GenerationFields:
 
     _title = "Generation"
 
-    predict_with_generate: Annotated[bool, Numbers.OTHER] = False
+    predict_with_generate: Annotated[bool, Numbers.OTHER, Later.NEXT_EVALUATION] = False
     """Generate in evaluation and prediction, for metrics on text."""
 
-    generation_max_length: Annotated[OptionalCount, Numbers.OTHER] = None
+    generation_max_length: Annotated[OptionalCount, Numbers.OTHER, Later.NEXT_EVALUATION] = None
     """Length to generate up to, in tokens. Unset is the model's generation setting."""
 
-    generation_num_beams: Annotated[OptionalCount, Numbers.OTHER] = None
+    generation_num_beams: Annotated[OptionalCount, Numbers.OTHER, Later.NEXT_EVALUATION] = None
     """Beams to search with. Unset is the model's generation setting."""
 
-    generation_config: Annotated[Any, Numbers.OTHER] = None
+    generation_config: Annotated[Any, Numbers.OTHER, Later.NEW_TRAINER] = None
     """Generation settings: an object, a dict of settings, or the name or path of a model or file that has some."""
 
 

@@ -23,6 +23,8 @@ from torch.nn.modules.module import (
 )
 
 from tr_args import TrainingArguments
+from tr_args.constraints import Later
+from tr_args.schema import facts, facts_of_kind
 from tr_core.protocols import Strategy
 from tr_log.masking import MASK, is_secret, mask_secrets
 
@@ -60,58 +62,6 @@ TAKEN_AT_BEGIN: dict[str, str] = {
     "get_train_dataloader": _BEFORE,
 }
 
-# Arguments from which the constructor of a Trainer builds its parts.
-_PARTS = (
-    "accelerator_config",
-    "bf16",
-    "ddp_backend",
-    "ddp_broadcast_buffers",
-    "ddp_bucket_cap_mb",
-    "ddp_find_unused_parameters",
-    "ddp_static_graph",
-    "ddp_timeout",
-    "deepspeed",
-    "disable_tqdm",
-    "ema_decay",
-    "ema_start_step",
-    "ema_update_steps",
-    "fast_dev_run",
-    "fp16",
-    "fsdp",
-    "fsdp_config",
-    "generation_config",
-    "hang_timeout",
-    "hub_always_push",
-    "hub_model_id",
-    "hub_private_repo",
-    "hub_revision",
-    "hub_strategy",
-    "hub_token",
-    "local_rank",
-    "log_level",
-    "log_level_replica",
-    "log_on_each_node",
-    "logging_dir",
-    "max_time",
-    "neftune_length",
-    "neftune_noise_alpha",
-    "parallelism_config",
-    "push_to_hub",
-    "report_to",
-    "run_name",
-    "skip_memory_metrics",
-    "step_compile",
-    "strategy",
-    "torch_compile",
-    "torch_compile_backend",
-    "torch_compile_mode",
-    "torch_empty_cache_steps",
-    "use_cpu",
-    "use_liger_kernel",
-    "liger_kernel_config",
-)
-FIXED_WHEN_BUILT = frozenset(_PARTS)
-
 
 def check_as_built(args: TrainingArguments, built_with: Mapping[str, Any]) -> None:
     """Raise if an argument that a Trainer was built with has changed."""
@@ -140,7 +90,7 @@ def check_same_process(assigned: Strategy, built_with: Strategy) -> None:
 def values_when_built(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments from which a Trainer builds its parts, as plain values."""
     values = args.to_dict()
-    found = {name: values[name] for name in sorted(FIXED_WHEN_BUILT) if name in values}
+    found = {name: values[name] for name in facts(type(args), Later.NEW_TRAINER) if name in values}
     found |= {f"{name} by the clock": _wall_time(getattr(args, name)) for name in STRATEGIES}
     return found | {"hub_token": args.hub_token, "parameter_rules set": bool(args.parameter_rules)}
 
@@ -156,55 +106,6 @@ def _wall_time(interval: Any) -> Any:
 def _shown(name: str, value: Any) -> str:
     return MASK if is_secret(name, value) else mask_secrets(repr(value))
 
-
-NEXT_STEP = frozenset(
-    {
-        "max_grad_norm",
-        "logging_nan_inf_filter",
-        "label_smoothing_factor",
-        "average_tokens_across_devices",
-        "logging_strategy",
-        "logging_steps",
-        "logging_first_step",
-        "eval_strategy",
-        "eval_steps",
-        "eval_delay",
-        "save_strategy",
-        "save_steps",
-        "peak_flops",
-    }
-)
-NEXT_EVALUATION = frozenset(
-    {
-        "batch_eval_metrics",
-        "eval_accumulation_steps",
-        "eval_do_concat_batches",
-        "eval_perplexity",
-        "eval_use_gather_object",
-        "generation_max_length",
-        "generation_num_beams",
-        "include_for_metrics",
-        "per_device_eval_batch_size",
-        "predict_with_generate",
-        "prediction_loss_only",
-    }
-)
-NEXT_SAVE = frozenset({"save_only_model"})
-END_OF_RUN = frozenset({"load_best_model_at_end"})
-NEXT_RUN = frozenset(
-    {
-        "do_eval",
-        "do_predict",
-        "do_train",
-        "eval_on_start",
-        "ignore_data_skip",
-        "overwrite_output_dir",
-        "restore_callback_states_from_checkpoint",
-        "resume_from_checkpoint",
-    }
-)
-ACTING = NEXT_STEP | NEXT_EVALUATION | NEXT_SAVE | END_OF_RUN | NEXT_RUN
-"""Arguments that may be changed during a run; changing any other one raises."""
 
 _INSTEAD = {
     "learning_rate": "set group['lr'] of the optimizer's param_groups, and base_lrs of a schedule that starts from it",
@@ -302,8 +203,9 @@ class ChangeWatch:
         Raise ValueError if a run reads one of them only at its beginning.
         """
         changed = [name for name, value in self._arguments.items() if getattr(args, name) != value]
+        acts = facts_of_kind(type(args), Later)
         for name in changed:
-            _check_change(name, self._arguments[name], getattr(args, name))
+            _check_change(name, self._arguments[name], getattr(args, name), acts.get(name))
         return changed
 
     def has_other_parameters(self, model: nn.Module) -> bool:
@@ -340,9 +242,9 @@ class ChangeWatch:
                 parameter.grad = None
 
 
-def _check_change(name: str, before: Any, now: Any) -> None:
+def _check_change(name: str, before: Any, now: Any, acts: Later | None) -> None:
     change = f"args.{name} was changed from {_shown(name, before)} to {_shown(name, now)} during training"
-    if name not in ACTING:
+    if acts in (None, Later.NEW_TRAINER):
         instead = _INSTEAD.get(name, "set it before train()")
         raise ValueError(f"{change}; only the arguments listed in docs/changing-a-run.md may be; {instead}")
     if name in STRATEGIES and any(hasattr(value, "seconds") for value in (before, now)):

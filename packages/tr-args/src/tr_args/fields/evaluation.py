@@ -9,15 +9,15 @@ from tr_args.constraints import (
     Above,
     CommaSeparated,
     Count,
+    Later,
     NonNegative,
     Numbers,
     OptionalCount,
     OptionalPath,
     OptionalSteps,
-    Set,
     Steps,
 )
-from tr_args.types.choices import ConsecutiveSteps, Duration, IntervalStrategy, StepRange, TokenCounting, WallTime
+from tr_args.types.choices import ConsecutiveSteps, Intervals, IntervalStrategy, StepRange, TokenCounting
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -26,45 +26,43 @@ class EvaluationFields:
 
     _title = "Evaluation"
 
-    eval_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy), Numbers.OTHER] = (
-        IntervalStrategy.NO
-    )
+    eval_strategy: Annotated[Intervals, Numbers.OTHER, Later.NEXT_STEP] = IntervalStrategy.NO
     """When to evaluate: no, steps (every eval_steps), epoch, or every so much wall time, such as 10min or 2h30min.
     With steps and with a time the last step is evaluated too."""
 
-    eval_steps: Annotated[OptionalSteps, Numbers.OTHER] = None
+    eval_steps: Annotated[OptionalSteps, Numbers.OTHER, Later.NEXT_STEP] = None
     """Steps between evaluations; below 1 it is a ratio of all steps. Unset is logging_steps."""
 
-    eval_delay: Annotated[NonNegative, Numbers.OTHER] = 0.0
+    eval_delay: Annotated[NonNegative, Numbers.OTHER, Later.NEXT_STEP] = 0.0
     """Steps, or epochs with eval_strategy epoch, before the first evaluation."""
 
-    eval_on_start: Annotated[bool, Numbers.OTHER] = False
+    eval_on_start: Annotated[bool, Numbers.OTHER, Later.NEXT_RUN] = False
     """Evaluate once before the first step."""
 
-    per_device_eval_batch_size: Annotated[Count, Numbers.OTHER] = 8
+    per_device_eval_batch_size: Annotated[Count, Numbers.OTHER, Later.NEXT_EVALUATION] = 8
     """Samples a device takes in one forward pass of evaluation and prediction."""
 
-    prediction_loss_only: Annotated[bool, Numbers.OTHER] = False
+    prediction_loss_only: Annotated[bool, Numbers.OTHER, Later.NEXT_EVALUATION] = False
     """Return only the loss from evaluation and prediction."""
 
-    eval_accumulation_steps: Annotated[OptionalCount, Numbers.OTHER] = None
+    eval_accumulation_steps: Annotated[OptionalCount, Numbers.OTHER, Later.NEXT_EVALUATION] = None
     """Move outputs to the host every so many batches. Unset lets the loop choose."""
 
-    eval_do_concat_batches: Annotated[bool, Numbers.OTHER] = True
+    eval_do_concat_batches: Annotated[bool, Numbers.OTHER, Later.NEXT_EVALUATION] = True
     """Concatenate the outputs of all batches; off, they stay a list with one entry a batch."""
 
-    eval_use_gather_object: Annotated[bool, Numbers.OTHER] = False
+    eval_use_gather_object: Annotated[bool, Numbers.OTHER, Later.NEXT_EVALUATION] = False
     """Keep outputs that are not tensors, gathered from all processes as Python objects: a list holds one a sample."""
 
-    include_for_metrics: Annotated[list[Literal["inputs", "loss"]], CommaSeparated(), Numbers.OTHER] = field(
-        default_factory=list
-    )
+    include_for_metrics: Annotated[
+        list[Literal["inputs", "loss"]], CommaSeparated(), Numbers.OTHER, Later.NEXT_EVALUATION
+    ] = field(default_factory=list)
     """Further values for compute_metrics, beside predictions and labels: inputs, loss."""
 
-    batch_eval_metrics: Annotated[bool, Numbers.OTHER] = False
+    batch_eval_metrics: Annotated[bool, Numbers.OTHER, Later.NEXT_EVALUATION] = False
     """Call compute_metrics on every batch, the last time with compute_result=True."""
 
-    eval_perplexity: Annotated[bool, Numbers.OTHER] = False
+    eval_perplexity: Annotated[bool, Numbers.OTHER, Later.NEXT_EVALUATION] = False
     """Report perplexity, exp of the mean loss per token. Needs a loss over tokens without label smoothing."""
 
 
@@ -77,18 +75,16 @@ class LoggingFields:
 
     _title = "Logging"
 
-    logging_strategy: Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy), Numbers.UNCHANGED] = (
-        IntervalStrategy.STEPS
-    )
+    logging_strategy: Annotated[Intervals, Numbers.UNCHANGED, Later.NEXT_STEP] = IntervalStrategy.STEPS
     """When to log the loss: no, steps (every logging_steps), epoch, or every so much wall time, such as 30s."""
 
-    logging_steps: Annotated[Steps, Numbers.UNCHANGED] = 500
+    logging_steps: Annotated[Steps, Numbers.UNCHANGED, Later.NEXT_STEP] = 500
     """Steps between logs; below 1 it is a ratio of all steps."""
 
-    logging_first_step: Annotated[bool, Numbers.UNCHANGED] = False
+    logging_first_step: Annotated[bool, Numbers.UNCHANGED, Later.NEXT_STEP] = False
     """Log the first step too."""
 
-    logging_nan_inf_filter: Annotated[bool, Numbers.UNCHANGED] = False
+    logging_nan_inf_filter: Annotated[bool, Numbers.UNCHANGED, Later.NEXT_STEP] = False
     """Leave losses that are NaN or infinite out of the logged mean. Off, the log shows a diverging run."""
 
     on_nonfinite: Annotated[Literal["log", "raise", "skip"], Numbers.OTHER] = "log"
@@ -96,27 +92,27 @@ class LoggingFields:
     steps. raise: raise an error before such weights are evaluated or saved. skip: skip the update, and count it as
     skipped_steps."""
 
-    logging_dir: Annotated[OptionalPath, Numbers.UNCHANGED] = None
+    logging_dir: Annotated[OptionalPath, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Folder for the files of trackers such as TensorBoard; unset is a folder in output_dir."""
 
-    log_level: Annotated[LogLevel, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = "passive"
+    log_level: Annotated[LogLevel, Numbers.UNCHANGED, Later.NEW_TRAINER] = "passive"
     """Log level of the main process; passive is info."""
 
-    log_level_replica: Annotated[LogLevel, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = "warning"
+    log_level_replica: Annotated[LogLevel, Numbers.UNCHANGED, Later.NEW_TRAINER] = "warning"
     """Log level of all other processes; passive is warning."""
 
-    log_on_each_node: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = True
+    log_on_each_node: Annotated[bool, Numbers.UNCHANGED, Later.NEW_TRAINER] = True
     """Let the first process of every machine log as a main process; off, only the very first one does."""
 
-    disable_tqdm: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    disable_tqdm: Annotated[bool | None, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Show no progress bars. Unset shows them unless log_level is error or critical."""
 
-    report_to: Annotated[list[str], CommaSeparated(nothing="none"), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = field(
+    report_to: Annotated[list[str], CommaSeparated(nothing="none"), Numbers.UNCHANGED, Later.NEW_TRAINER] = field(
         default_factory=list
     )
     """Trackers to report to, such as tensorboard, wandb or trackio; "none" for none, "all" for all installed."""
 
-    run_name: Annotated[str | None, Numbers.UNCHANGED] = None
+    run_name: Annotated[str | None, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Name of the run in trackers."""
 
     project: Annotated[str, Numbers.UNCHANGED] = "huggingface"
@@ -139,7 +135,7 @@ class LoggingFields:
     count_flops: Annotated[bool, Numbers.UNCHANGED] = False
     """Count the operations of one micro-batch for the rates in the report, instead of six per parameter and token."""
 
-    peak_flops: Annotated[float | None, Above(0), Numbers.UNCHANGED] = None
+    peak_flops: Annotated[float | None, Above(0), Numbers.UNCHANGED, Later.NEXT_STEP] = None
     """Operations per second of one device at its peak, for MFU; unset looks it up by the name of the device."""
 
     profile_steps: Annotated[StepRange | None, ConsecutiveSteps(), Numbers.UNCHANGED] = None

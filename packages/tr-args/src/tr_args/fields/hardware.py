@@ -9,12 +9,12 @@ from tr_args.constraints import (
     Above,
     AtLeast,
     CommaSeparated,
+    Later,
     Numbers,
     OptionalCount,
     OptionalSeed,
     Options,
     Seed,
-    Set,
     UserPath,
 )
 from tr_args.files import ConfigFile
@@ -36,21 +36,21 @@ class HardwareFields:
     full_determinism: Annotated[bool, Numbers.OTHER] = False
     """Use only deterministic algorithms: the same bits in every run, slower."""
 
-    use_cpu: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
+    use_cpu: Annotated[bool, Numbers.OTHER, Later.NEW_TRAINER] = False
     """Train on the CPU even if there is another device."""
 
-    strategy: Annotated[str, Numbers.OTHER, Set.AT_CONSTRUCTION] = "auto"
+    strategy: Annotated[str, Numbers.OTHER, Later.NEW_TRAINER] = "auto"
     """How to train: auto, single (one device), ddp, fsdp, or the name of an installed strategy."""
 
-    accelerator_config: Annotated[AcceleratorConfig, ConfigFile(), Numbers.OTHER, Set.AT_CONSTRUCTION] = field(
+    accelerator_config: Annotated[AcceleratorConfig, ConfigFile(), Numbers.OTHER, Later.NEW_TRAINER] = field(
         default_factory=AcceleratorConfig
     )
     """How data is shared among processes, as a mapping or a file, such as {"even_batches": false}."""
 
-    parallelism_config: Annotated[Options, ParallelSizes(), Numbers.OTHER, Set.AT_CONSTRUCTION] = None
+    parallelism_config: Annotated[Options, ParallelSizes(), Numbers.OTHER, Later.NEW_TRAINER] = None
     """Processes to spread samples and shards over, such as {"dp_replicate_size": 2, "dp_shard_size": 4}."""
 
-    skip_memory_metrics: Annotated[bool, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = True
+    skip_memory_metrics: Annotated[bool, Numbers.UNCHANGED, Later.NEW_TRAINER] = True
     """Do not add memory use to the metrics."""
 
 
@@ -60,10 +60,10 @@ class PrecisionFields:
 
     _title = "Precision, memory and compilation"
 
-    bf16: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
+    bf16: Annotated[bool, Numbers.OTHER, Later.NEW_TRAINER] = False
     """Compute in bfloat16 where it is safe (mixed precision)."""
 
-    fp16: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
+    fp16: Annotated[bool, Numbers.OTHER, Later.NEW_TRAINER] = False
     """Compute in float16 where it is safe, with a scaled loss (mixed precision)."""
 
     bf16_full_eval: Annotated[bool, Numbers.OTHER] = False
@@ -82,29 +82,29 @@ class PrecisionFields:
     """Options of torch.utils.checkpoint, such as {"use_reentrant": false}, and two more: every_n_layers checkpoints
     only every so many layers, offload keeps the inputs of checkpointed layers in host memory."""
 
-    torch_compile: Annotated[bool, Numbers.OTHER, Set.AT_CONSTRUCTION] = False
+    torch_compile: Annotated[bool, Numbers.OTHER, Later.NEW_TRAINER] = False
     """Compile the model with torch.compile, in training and evaluation."""
 
-    torch_compile_backend: Annotated[str | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
+    torch_compile_backend: Annotated[str | None, Numbers.OTHER, Later.NEW_TRAINER] = None
     """Backend of torch.compile; setting it turns compilation on. Without one it is inductor."""
 
-    torch_compile_mode: Annotated[str | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
+    torch_compile_mode: Annotated[str | None, Numbers.OTHER, Later.NEW_TRAINER] = None
     """Mode of inductor, such as max-autotune; setting it turns compilation on."""
 
-    step_compile: Annotated[Literal["off", "auto", "graph"], Numbers.OTHER, Set.AT_CONSTRUCTION] = "off"
+    step_compile: Annotated[Literal["off", "auto", "graph"], Numbers.OTHER, Later.NEW_TRAINER] = "off"
     """Capture a step once, and replay it: as a CUDA graph, or compiled by inductor on a CPU. auto: the ordinary step
     where one cannot be captured, with the reason in the log. graph: refuse to train there."""
 
-    use_liger_kernel: Annotated[bool, Numbers.OTHER] = False
+    use_liger_kernel: Annotated[bool, Numbers.OTHER, Later.NEW_TRAINER] = False
     """Patch the model with Liger kernels before training."""
 
-    liger_kernel_config: Annotated[Options, Numbers.OTHER] = None
+    liger_kernel_config: Annotated[Options, Numbers.OTHER, Later.NEW_TRAINER] = None
     """Which Liger kernels to use, such as {"rope": true}."""
 
     use_cache: Annotated[bool, Numbers.OTHER] = False
     """Value of the model's use_cache setting while training."""
 
-    torch_empty_cache_steps: Annotated[OptionalCount, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    torch_empty_cache_steps: Annotated[OptionalCount, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Release the device's cached memory every so many steps; unset never does."""
 
     auto_find_batch_size: Annotated[bool, Numbers.UNCHANGED] = False
@@ -118,41 +118,41 @@ class DistributedFields:
 
     _title = "Distributed training"
 
-    ddp_backend: Annotated[str | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    ddp_backend: Annotated[str | None, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Backend of the process group, such as nccl or gloo. Unset is the device's own."""
 
-    ddp_timeout: Annotated[int, Above(0), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = 1800
+    ddp_timeout: Annotated[int, Above(0), Numbers.UNCHANGED, Later.NEW_TRAINER] = 1800
     """Seconds after which a process stops waiting for the others."""
 
-    hang_timeout: Annotated[int | None, AtLeast(0), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    hang_timeout: Annotated[int | None, AtLeast(0), Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """With several processes: seconds in which none of them makes progress, after which a report says who waits where
     for whom, and all end with exit code 97. 0 switches it off. Unset is nine tenths of ddp_timeout, and ends only a job
     in which a process waits for another."""
 
-    ddp_find_unused_parameters: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    ddp_find_unused_parameters: Annotated[bool | None, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Search for parameters without a gradient in every step; costs time. Unset lets the strategy decide."""
 
-    ddp_bucket_cap_mb: Annotated[OptionalCount, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    ddp_bucket_cap_mb: Annotated[OptionalCount, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """MiB of gradients that are exchanged at once."""
 
-    ddp_broadcast_buffers: Annotated[bool | None, Numbers.OTHER, Set.AT_CONSTRUCTION] = None
+    ddp_broadcast_buffers: Annotated[bool | None, Numbers.OTHER, Later.NEW_TRAINER] = None
     """Broadcast buffers from the first process in every forward pass."""
 
-    ddp_static_graph: Annotated[bool | None, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    ddp_static_graph: Annotated[bool | None, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Promise that every step uses the same parameters, in the same order."""
 
-    fsdp: Annotated[list[str], FsdpOptions(), Numbers.OTHER, Set.AT_CONSTRUCTION] = field(default_factory=list)
+    fsdp: Annotated[list[str], FsdpOptions(), Numbers.OTHER, Later.NEW_TRAINER] = field(default_factory=list)
     """Shard the model: full_shard, shard_grad_op, no_shard or hybrid_shard, with auto_wrap and offload."""
 
-    fsdp_config: Annotated[dict[str, Any], ConfigFile(), FsdpConfig(), Numbers.OTHER, Set.AT_CONSTRUCTION] = field(
+    fsdp_config: Annotated[dict[str, Any], ConfigFile(), FsdpConfig(), Numbers.OTHER, Later.NEW_TRAINER] = field(
         default_factory=dict
     )
     """Further sharding options, as a mapping or a file; their names may start with fsdp_."""
 
-    deepspeed: Annotated[dict[str, Any] | str | None, UserPath(), Numbers.OTHER, Set.AT_CONSTRUCTION] = None
+    deepspeed: Annotated[dict[str, Any] | str | None, UserPath(), Numbers.OTHER, Later.NEW_TRAINER] = None
     """DeepSpeed configuration, as a mapping or the path of its JSON file."""
 
-    local_rank: Annotated[int, Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = -1
+    local_rank: Annotated[int, Numbers.UNCHANGED, Later.NEW_TRAINER] = -1
     """Number of this process on its machine, as old launchers pass it; newer ones set LOCAL_RANK."""
 
     debug: Annotated[list[Literal["underflow_overflow", "tpu_metrics_debug"]], CommaSeparated(), Numbers.UNCHANGED] = (

@@ -19,6 +19,7 @@ from tr_args.constraints import (
     Count,
     FreeName,
     GroupOption,
+    Later,
     MaxSteps,
     NonNegative,
     NonNegativeInt,
@@ -26,7 +27,6 @@ from tr_args.constraints import (
     Only,
     OptionalCount,
     Options,
-    Set,
     Steps,
     UserPath,
 )
@@ -45,13 +45,13 @@ class OutputFields:
 
     _title = "Output, length and batch size"
 
-    output_dir: Annotated[str, UserPath("trainer_output"), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = "trainer_output"
+    output_dir: Annotated[str, UserPath("trainer_output"), Numbers.UNCHANGED] = "trainer_output"
     """Folder for checkpoints, logs and results; created when training starts. `~` is the home folder. None, too, is
     the default."""
 
     _: KW_ONLY
 
-    overwrite_output_dir: Annotated[bool, Numbers.UNCHANGED] = False
+    overwrite_output_dir: Annotated[bool, Numbers.UNCHANGED, Later.NEXT_RUN] = False
     """Write into output_dir even if it holds files of an earlier run, and start over instead of resuming."""
 
     num_train_epochs: Annotated[float, Above(0), Numbers.OTHER] = 3.0
@@ -61,11 +61,11 @@ class OutputFields:
     """Stop after this many optimizer steps, whatever num_train_epochs is; -1 trains for num_train_epochs. Data without
     a length need it."""
 
-    max_time: Annotated[Duration | None, WallTime(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = None
+    max_time: Annotated[Duration | None, WallTime(), Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Stop after this much wall time of one call of train, such as 8h or 90min, at the end of a step. A checkpoint to
     resume from is saved unless save_strategy is no."""
 
-    fast_dev_run: Annotated[bool | int, BoolOrInt(), Numbers.UNCHANGED, Set.AT_CONSTRUCTION] = False
+    fast_dev_run: Annotated[bool | int, BoolOrInt(), Numbers.UNCHANGED, Later.NEW_TRAINER] = False
     """Try everything out: train one step, or this many, with as many batches in every evaluation and prediction. It
     uses no checkpoints, trackers, Hub or best model. Files of the script go to a temporary folder, not to
     output_dir."""
@@ -80,13 +80,13 @@ class ScriptFields:
 
     _title = "What a script does"
 
-    do_train: Annotated[bool, Numbers.UNCHANGED] = False
+    do_train: Annotated[bool, Numbers.UNCHANGED, Later.NEXT_RUN] = False
     """Train. The Trainer does not read it; scripts do."""
 
-    do_eval: Annotated[bool, Numbers.UNCHANGED] = False
+    do_eval: Annotated[bool, Numbers.UNCHANGED, Later.NEXT_RUN] = False
     """Evaluate. Always true when eval_strategy is not no."""
 
-    do_predict: Annotated[bool, Numbers.UNCHANGED] = False
+    do_predict: Annotated[bool, Numbers.UNCHANGED, Later.NEXT_RUN] = False
     """Predict on the test data. The Trainer does not read it; scripts do."""
 
 
@@ -192,31 +192,31 @@ class RegularizationFields:
     gradient_accumulation_steps: Annotated[Count, Numbers.OTHER] = 1
     """Forward and backward passes whose gradients make one optimizer step."""
 
-    average_tokens_across_devices: Annotated[bool, Numbers.OTHER] = True
+    average_tokens_across_devices: Annotated[bool, Numbers.OTHER, Later.NEXT_STEP] = True
     """Weight the loss by the tokens of all processes together, not of each process alone."""
 
-    max_grad_norm: Annotated[float | None, AtLeast(0, "; 0 turns clipping off"), Numbers.OTHER] = 1.0
+    max_grad_norm: Annotated[float | None, AtLeast(0, "; 0 turns clipping off"), Numbers.OTHER, Later.NEXT_STEP] = 1.0
     """Scale gradients down to this total norm; 0 turns clipping off. The norm is measured either way."""
 
-    label_smoothing_factor: Annotated[float, Between(0, 1, open_end=True), Numbers.OTHER] = 0.0
+    label_smoothing_factor: Annotated[float, Between(0, 1, open_end=True), Numbers.OTHER, Later.NEXT_STEP] = 0.0
     """Share of the target probability that is spread over all classes."""
 
-    neftune_noise_alpha: Annotated[float | None, AtLeast(0), Numbers.OTHER, Set.AT_CONSTRUCTION] = None
+    neftune_noise_alpha: Annotated[float | None, AtLeast(0), Numbers.OTHER, Later.NEW_TRAINER] = None
     """Strength of the noise added to embeddings while training (NEFTune); 5 to 15 is usual."""
 
-    neftune_length: Annotated[Literal["real", "padded"], Numbers.OTHER, Set.AT_CONSTRUCTION] = "real"
+    neftune_length: Annotated[Literal["real", "padded"], Numbers.OTHER, Later.NEW_TRAINER] = "real"
     """Length that scales the noise of a row. real: its number of real tokens; padding gets no noise. padded: the padded
     length of the batch; short rows get less noise."""
 
     ema_decay: Annotated[
-        float | None, Between(0, 1, open_start=True, open_end=True), Numbers.OTHER, Set.AT_CONSTRUCTION
+        float | None, Between(0, 1, open_start=True, open_end=True), Numbers.OTHER, Later.NEW_TRAINER
     ] = None
     """Keep an exponential moving average of the weights in float32: average = ema_decay * average + (1 - ema_decay) *
     weights; 0.999 is usual. Evaluation, prediction, save_model, load_best_model_at_end and the model after train use
     the average. Checkpoints hold the raw weights, to resume from, and the average."""
 
-    ema_start_step: Annotated[NonNegativeInt, Numbers.OTHER, Set.AT_CONSTRUCTION] = 0
+    ema_start_step: Annotated[NonNegativeInt, Numbers.OTHER, Later.NEW_TRAINER] = 0
     """Optimizer steps before the average begins; until then the weights are used."""
 
-    ema_update_steps: Annotated[Count, Numbers.OTHER, Set.AT_CONSTRUCTION] = 1
+    ema_update_steps: Annotated[Count, Numbers.OTHER, Later.NEW_TRAINER] = 1
     """Optimizer steps between updates of the average; ema_decay applies to one update."""

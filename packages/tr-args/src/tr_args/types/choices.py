@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from tr_args.constraints import Constraint
 from tr_args.conversion import FALSE_WORDS, TRUE_WORDS
@@ -138,6 +138,10 @@ class WallTime(Constraint):
     def _without_unit(self, number: Any) -> str:
         steps = "" if self.choices is None else "; a number of steps goes into eval_steps, logging_steps or save_steps"
         return f"needs a unit, such as {number}s, {number}min or {number}h{steps}"
+
+
+Intervals = Annotated[IntervalStrategy | Duration, WallTime(IntervalStrategy)]
+SaveIntervals = Annotated[SaveStrategy | Duration, WallTime(SaveStrategy)]
 
 
 def _seconds(text: str) -> float:

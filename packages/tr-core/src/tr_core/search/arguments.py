@@ -9,7 +9,7 @@ from typing import Any
 from tr_args import TrainingArguments
 from tr_args.aliases import aliases
 from tr_args.checked import unknown_argument
-from tr_args.constraints import Set
+from tr_args.constraints import Later
 from tr_args.errors import ArgumentsError
 from tr_args.schema import facts, schema
 
@@ -29,6 +29,9 @@ def changed(args: TrainingArguments, values: Mapping[str, Any], output_dir: str)
         vars(args).update(before)
 
 
+_SET_BY_SEARCH = ("output_dir", "resume_from_checkpoint")
+
+
 def converted(args: TrainingArguments, values: Any) -> dict[str, Any]:
     """Return a search space's values, converted to the types of the arguments; `args` do not change.
 
@@ -42,7 +45,7 @@ def converted(args: TrainingArguments, values: Any) -> dict[str, Any]:
             '{"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}'
         )
     kind = type(args)
-    former, fixed = aliases(kind), facts(kind, Set.AT_CONSTRUCTION)
+    former, fixed = aliases(kind), {*facts(kind, Later.NEW_TRAINER), *_SET_BY_SEARCH}
     known = {*schema(kind), *former}
     problems = [unknown_argument(kind, name) for name in values if name not in known]
     problems += [
