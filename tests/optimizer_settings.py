@@ -84,8 +84,6 @@ LAZY = "rank=2, update_proj_gap=2, scale=1.0, min_8bit_size=0, refresh=lazy, ref
 
 SETTINGS = [
     Setting("adafactor"),
-    Setting("adamw_anyprecision"),
-    Setting("adamw_anyprecision", "kahan", {"optim_args": "use_kahan_summation=true, momentum_dtype=bfloat16"}),
     Setting("adamw_8bit", options={"optim_args": "min_8bit_size=0"}),
     Setting("lomo", options=CLIPPED, accumulates=False, in_backward=True),
     Setting("lomo", "stored", {**STORED, **CLIPPED}, in_backward=True),

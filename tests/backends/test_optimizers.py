@@ -58,7 +58,6 @@ OPTIMIZERS = {
     "fira_adamw_layerwise": {**GALORE, **ADAM},
     "galore_torch_adamw": {**GALORE, **ADAM},
     "galore_torch_adafactor": GALORE,
-    "galore_torch_adamw_8bit": ALL,
     "lomo_optim": {"learning_rate": 0.1},
     "adalomo_optim": UNCLIPPED,
     "schedule_free_adamw": {**ADAM, **AVERAGED},
@@ -96,12 +95,7 @@ REFUSALS = {
     "kernels": ("bitsandbytes has no kernels for XLA", "and bitsandbytes has no kernels for XLA; use adamw_torch"),
     "sketches": ("its norm is estimated with random numbers in every step, for which XLA has no generators",
                  "sketches draw from generators of their own, which XLA devices do not have; leave them out"),
-    "broken": ("galore-torch calls bitsandbytes by a signature that it no longer has",
-               "is not offered: galore-torch's GaLoreAdamW8bit calls bitsandbytes"),
-    "torch's": ("on XLA devices adamw_torch trains", "is not offered: torch_xla's AdamW differs from torch's only"),
-    "NPU": ("it runs on Ascend NPUs only, for which there is no strategy", "it runs on Ascend NPUs only"),
 }  # fmt: skip
-ALWAYS = {"galore_torch_adamw_8bit": "broken", "adamw_torch_xla": "torch's", "adamw_torch_npu_fused": "NPU"}
 BITSANDBYTES = ("adamw_bnb", "paged_", "lion_", "ademamix", "rmsprop_bnb")
 OF_LIBRARIES = (*BITSANDBYTES, "adamw_torch_4bit", "adamw_torch_8bit", "schedule_free", "stable_adamw", "grokadamw",
                 "muon", "galore_torch", "lomo_optim", "adalomo_optim")  # fmt: skip
@@ -112,8 +106,6 @@ def expected(name, variant):
     optim = name.partition(",")[0]
     if variant.startswith("zero") and variant != "zero_0" and (found := in_flat_buffers(optim)):
         return found
-    if optim in ALWAYS:
-        return ALWAYS[optim]
     if BACKEND_OF.get(variant) == "fsdp" and optim.startswith(OF_LIBRARIES):
         return "whole"
     if variant == "xla" and (found := on_xla(name)):

@@ -60,6 +60,20 @@ def test_the_names_of_optimizers_are_listed():
     assert {"adamw_torch", "sgd"} <= set(optimizer_names())
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("adamw_anyprecision", "use optim='stable_adamw' with optim_args='kahan_sum=true'.* or optim='adamw_torch'"),
+        ("adamw_torch_npu_fused", "Ascend NPUs only.* use optim='adamw_torch'"),
+        ("adamw_torch_xla", "on_nonfinite does that; use optim='adamw_torch'"),
+        ("galore_torch_adamw_8bit", "never change, and nothing says so.* Use optim='galore_adamw_8bit'"),
+    ],
+)
+def test_a_known_name_that_is_not_offered_says_what_to_use(name, instead):
+    with pytest.raises(plugins.PluginError, match=f"there is no optimizer '{name}' (here|any more): .*{instead}"):
+        optimizer_factory(args_with(optim=name))
+
+
 # Optimizers that a package offers
 
 

@@ -297,12 +297,6 @@ def test_optimizers_that_need_matrices_are_refused_by_name_where_there_are_none(
         check_optimizer_name(other, stage)
 
 
-@pytest.mark.parametrize("name", ["galore_adamw_layerwise", "lomo", "adalomo"])
-def test_optimizers_that_consume_gradients_are_refused_at_stage_0_too(name):
-    with pytest.raises(ValueError, match="consumes gradients in the backward pass.*use strategy='fsdp'"):
-        check_optimizer_name(name, 0)
-
-
 def test_a_file_is_read_and_what_is_no_configuration_is_named(tmp_path):
     file = tmp_path / "zero.json"
     with pytest.raises(ValueError, match=r"zero.json does not exist"):

@@ -29,7 +29,6 @@ Q_GALORE = f"basis_dtype=int4, refresh=lazy, refresh_window=1, update_proj_gap=2
 WAYS = {
     "adafactor": [("beta1=0.9, scale_parameter=true", None), (ROUNDED, None)],
     "adamw_8bit": [("", 0.1)],
-    "adamw_anyprecision": [("use_kahan_summation=true, compensation_buffer_dtype=float32", 0.1)],
     "lomo": [
         ("", 0.05),
         ("nonfinite=skip_step", 0.05),

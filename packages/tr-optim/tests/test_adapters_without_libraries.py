@@ -26,7 +26,6 @@ EXTRAS = {
     "grokadamw": "grokadamw",
 }
 SAME_AS = {"rmsprop_bnb_32bit": "rmsprop_bnb"}
-REFUSED = ("galore_torch_adamw_8bit", "adamw_torch_xla", "adamw_torch_npu_fused")
 NEEDS = {
     "galore_torch_adamw": "galore_torch",
     "galore_torch_adafactor": "galore_torch",
@@ -110,27 +109,13 @@ def test_what_a_library_needs_itself_is_named(monkeypatch, tmp_path):
         require("no_such_library.part", "x")
 
 
-def test_the_8_bit_class_of_galore_torch_is_refused_with_what_to_use_instead():
-    model = nn.Linear(4, 4)
-    with pytest.raises(
-        ValueError, match="not offered: .* never change, and nothing says so.* optim='galore_adamw_8bit'"
-    ):
-        registry.galore_torch_adamw_8bit([{"params": list(model.parameters())}], arguments(), model)
-
-
-@pytest.mark.parametrize("name", ["adamw_torch_xla", "adamw_torch_npu_fused"])
-def test_an_optimizer_for_other_devices_is_refused_with_what_to_use_instead(name):
-    with pytest.raises(ValueError, match=f"optim='{name}' is not offered: .* use optim='adamw_torch'"):
-        getattr(registry, name)([{"params": []}], arguments())
-
-
 def test_every_name_has_a_factory_and_every_extra_is_declared():
     offered = {
         entry.name: entry
         for entry in distribution("tr-optim").entry_points
         if entry.group == "tr.optimizers" and entry.value.startswith("tr_optim.adapters.")
     }
-    assert offered.keys() == {*NEEDS, *REFUSED, "muon"}
+    assert offered.keys() == {*NEEDS, "muon"}
     assert all(entry.load() is getattr(registry, SAME_AS.get(name, name)) for name, entry in offered.items())
     extras = PROJECT["optional-dependencies"]
     for extra in EXTRAS.values():

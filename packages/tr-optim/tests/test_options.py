@@ -16,7 +16,6 @@ from tr_optim import (
     GaLoreAdamW8bit,
     Lomo,
 )
-from tr_optim.any_precision import AnyPrecisionAdamW
 from tr_optim.engine.settings import GaLoreOptions, Projection
 from tr_optim.options import flag, number, number_pair, optional_number, optional_word, read_options, word
 
@@ -93,10 +92,6 @@ REFUSED = [
     (AdamW8bit, {"min_8bit_size": -1}, "min_8bit_size=-1 must be a whole number from 0"),
     (AdamW8bit, {"min_8bit_size": 0.5}, "min_8bit_size=0.5 must be a whole number from 0"),
     (GaLoreAdamW8bit, {"min_8bit_size": -1}, "min_8bit_size=-1 must be a whole number from 0"),
-    *(
-        (AnyPrecisionAdamW, {"momentum_dtype": wrong}, "needs a type such as float32, bfloat16 or float16")
-        for wrong in ("float33", "int8", "float8_e4m3fn")
-    ),
     (Adafactor, {"lr": 1e-3}, "lr=0.001 and relative_step=True both set the step size; set relative_step=False"),
     (Adafactor, {"relative_step": False}, "relative_step=False needs a learning rate"),
     (Adafactor, {"lr": 1.0, "relative_step": False, "warmup_init": True}, "warmup_init=True warms up relative steps"),

@@ -28,9 +28,23 @@ _KINDS = {
     "tr.strategies": "strategy",
     "tr.trackers": "tracker",
 }
-# Names that are offered no more, and what to do instead.
-_GONE = {
-    ("tr.trackers", "csv"): "every run leaves metrics.jsonl with the same entries, of which "
+# Names that are known and offered here by nothing, and what to do instead.
+_INSTEAD = {
+    ("tr.optimizers", "adamw_anyprecision"): "any more: torchdistX, whose it is, does not install with today's torch; "
+    "use optim='stable_adamw' with optim_args='kahan_sum=true' (pip install 'tr-optim[torch-optimi]') for weights of "
+    "low precision that lose no small update, optim='adamw_8bit' for small moments, or optim='adamw_torch'",
+    (
+        "tr.optimizers",
+        "adamw_torch_npu_fused",
+    ): "here: it runs on Ascend NPUs only, for which there is no strategy; "
+    "use optim='adamw_torch', or build torch_npu's NpuFusedAdamW yourself and pass optimizers=(it, None)",
+    ("tr.optimizers", "adamw_torch_xla"): "here: torch_xla's AdamW differs from torch's only in that it skips steps of "
+    "overflown float16 gradients by itself, and here on_nonfinite does that; use optim='adamw_torch', which trains on "
+    "XLA devices",
+    ("tr.optimizers", "galore_torch_adamw_8bit"): "here: galore-torch's GaLoreAdamW8bit calls bitsandbytes by a "
+    "signature that it no longer has, after which projected weights of less than 4096 numbers and biases never change, "
+    "and nothing says so; and it needs a GPU. Use optim='galore_adamw_8bit', this project's own",
+    ("tr.trackers", "csv"): "any more: every run leaves metrics.jsonl with the same entries, of which "
     "`pandas.read_json('metrics.jsonl', lines=True).to_csv('metrics.csv')` makes a table",
 }
 
@@ -82,8 +96,8 @@ def _kind(group: str) -> str:
 
 
 def _missing(group: str, name: str, built_in: list[str]) -> str:
-    if instead := _GONE.get((group, name)):
-        return f"there is no {_kind(group)} {name!r} any more: {instead}"
+    if instead := _INSTEAD.get((group, name)):
+        return f"there is no {_kind(group)} {name!r} {instead}"
     installed = ", ".join(f"{known} ({origin})" for known, origin in sorted(available(group).items())) or "none"
     message = f"no {_kind(group)} named {name!r}; installed: {installed}"
     if built_in:

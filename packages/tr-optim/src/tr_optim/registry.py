@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -46,30 +48,50 @@ def projects_modules(factory: Factory) -> Factory:
     return factory
 
 
-def _galore_adamw(kind: type[GaLoreAdamW], name: str, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    options = _galore_options(name, args, {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {})
-    divided = divide_groups(groups, resolve_targets(name, args, model))
+@dataclass(frozen=True)
+class Form:
+    """One of the two forms of an optimizer: gradients stay until the step, or are freed in the backward pass.
+
+    Attributes:
+        plain: the name of the first form.
+        frees_gradients: whether it is the second, the layer-wise one.
+        defaults: options that a run has without `optim_args`.
+    """
+
+    plain: str
+    frees_gradients: bool
+    defaults: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Its name in training arguments."""
+        return f"{self.plain}_layerwise" if self.frees_gradients else self.plain
+
+
+def _galore_adamw(kind: type[GaLoreAdamW], form: Form, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    options = _galore_options(form, args, {"min_8bit_size": whole_number} if kind is GaLoreAdamW8bit else {})
+    divided = divide_groups(groups, resolve_targets(form.name, args, model))
     return kind(divided, **adam_arguments(args), **options)
 
 
-def _galore_adafactor(name: str, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    options = {"scale_parameter": False, **_galore_options(name, args, ADAFACTOR_OPTIONS)}
-    divided = divide_groups(groups, resolve_targets(name, args, model))
+def _galore_adafactor(form: Form, groups: Groups, args: Any, model: nn.Module) -> Optimizer:
+    options = {"scale_parameter": False, **_galore_options(form, args, ADAFACTOR_OPTIONS)}
+    divided = divide_groups(groups, resolve_targets(form.name, args, model))
     return GaLoreAdafactor(divided, args.learning_rate, **options, relative_step=False)
 
 
-def _galore_options(name: str, args: Any, further: Mapping[str, Converter]) -> dict[str, Any]:
+def _galore_options(form: Form, args: Any, further: Mapping[str, Converter]) -> dict[str, Any]:
     """Return the options in `optim_args`, with the defaults of a run."""
-    layerwise = name.endswith("_layerwise")
-    takes = {name: convert for name, convert in _GALORE.items() if layerwise or name not in _IN_BACKWARD}
-    options = {"rank": 128, "seed": args.seed, **read_options(args.optim_args, {**takes, **further}, name)}
-    if layerwise:
+    takes = {option: _GALORE[option] for option in _GALORE if form.frees_gradients or option not in _IN_BACKWARD}
+    given = read_options(args.optim_args, {**takes, **further}, form.name)
+    options = {**form.defaults, "seed": args.seed, **given}
+    if form.frees_gradients:
         options.setdefault("mode", "deferred")
         if options["mode"] == "step":
-            raise ValueError(f"optim_args: mode='step' of {name} is {name.removesuffix('_layerwise')}; use that name")
+            raise ValueError(f"optim_args: mode='step' of {form.name} is {form.plain}; use that name")
         if options["mode"] == "immediate" and args.max_grad_norm:
             raise ValueError(
-                f"max_grad_norm={args.max_grad_norm:g} cannot be held with optim_args='mode=immediate' of {name}, "
+                f"max_grad_norm={args.max_grad_norm:g} cannot be held with optim_args='mode=immediate' of {form.name}, "
                 "which updates before the norm is known; use mode=deferred, or max_grad_norm=0"
             )
     return options
@@ -121,72 +143,63 @@ def divide_groups(groups: Groups, targets: Targets) -> Groups:
 
 _APOLLO: dict[str, Converter] = {"proj": word, "scale_type": word}
 _FIRA: dict[str, Converter] = {"method": word}
-_MINI = {"rank": 1, "scale_type": "tensor", "scale": 128.0}
+_MINI: dict[str, Any] = {"rank": 1, "scale_type": "tensor", "scale": 128.0}
 
 
 def _apollo_or_fira(
     kind: type[APOLLOAdamW] | type[FiraAdamW],
-    further: Mapping[str, Converter],
-    name: str,
+    takes: Mapping[str, Converter],
+    form: Form,
     groups: Groups,
     args: Any,
     model: nn.Module,
 ) -> Optimizer:
-    defaults = _MINI if name.startswith("apollo_mini") else {"rank": 128}
-    options = {**defaults, "seed": args.seed, **read_options(args.optim_args, {**_APOLLO_AND_FIRA, **further}, name)}
-    if name.endswith("_layerwise"):
+    given = read_options(args.optim_args, {**_APOLLO_AND_FIRA, **takes}, form.name)
+    options = {**form.defaults, "seed": args.seed, **given}
+    if form.frees_gradients:
         options["mode"] = "immediate"
-        _refuse_scaling(name, args)
-        _log_clipping(name, args, options)
-    divided = divide_groups(groups, resolve_targets(name, args, model))
+        _refuse_scaling(form, args)
+        _log_clipping(form, args, options)
+    divided = divide_groups(groups, resolve_targets(form.name, args, model))
     return kind(divided, **adam_arguments(args), **options)
 
 
-def _refuse_scaling(name: str, args: Any) -> None:
+def _refuse_scaling(form: Form, args: Any) -> None:
     if args.fp16:
         raise ValueError(
-            f"fp16=True cannot be used with optim={name!r}, which applies gradients in the backward pass, before an "
-            f"overflow of the scaled loss is known; use bf16=True, or optim={name.removesuffix('_layerwise')!r}"
+            f"fp16=True cannot be used with optim={form.name!r}, which applies gradients in the backward pass, before "
+            f"an overflow of the scaled loss is known; use bf16=True, or optim={form.plain!r}"
         )
 
 
-def _log_clipping(name: str, args: Any, options: Mapping[str, Any]) -> None:
+def _log_clipping(form: Form, args: Any, options: Mapping[str, Any]) -> None:
     if args.max_grad_norm:
         limit = options.get("norm_growth", 1.01)
         held = "" if limit is None else f"; max_grad_norm=0 saves it, and norm_growth={limit:g} limits updates anyway"
         logging.getLogger(__name__).info(
             "%s clips to max_grad_norm=%g by a second backward pass of each step's last micro-batch%s",
-            name,
+            form.name,
             args.max_grad_norm,
             held,
         )
 
 
-def _named(name: str, build: Callable[..., Optimizer], *kind: Any) -> Callable[[Groups, Any, nn.Module], Optimizer]:
-    """Return the function of a name in training arguments; those in `_layerwise` free gradients in the backward pass.
+def _forms(plain: str, build: Callable[..., Optimizer], *kind: Any, **defaults: Any) -> list[Callable[..., Optimizer]]:
+    """Return the functions of an optimizer's name in training arguments, and of its layer-wise form's.
 
     Args:
-        name: the name.
-        build: builds the optimizer from `kind`, the name, groups, training arguments and the model.
+        plain: the name.
+        build: builds the optimizer from `kind`, the form, groups, training arguments and the model.
         kind: what to build.
+        defaults: options of this name, beside a rank of 128.
     """
-
-    @projects_modules
-    def factory(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-        return build(*kind, name, groups, args, model)
-
-    return factory
+    options = {"rank": 128, **defaults}
+    return [projects_modules(partial(build, *kind, Form(plain, frees, options))) for frees in (False, True)]
 
 
-galore_adamw = _named("galore_adamw", _galore_adamw, GaLoreAdamW)
-galore_adamw_layerwise = _named("galore_adamw_layerwise", _galore_adamw, GaLoreAdamW)
-galore_adamw_8bit = _named("galore_adamw_8bit", _galore_adamw, GaLoreAdamW8bit)
-galore_adamw_8bit_layerwise = _named("galore_adamw_8bit_layerwise", _galore_adamw, GaLoreAdamW8bit)
-galore_adafactor = _named("galore_adafactor", _galore_adafactor)
-galore_adafactor_layerwise = _named("galore_adafactor_layerwise", _galore_adafactor)
-apollo_adamw = _named("apollo_adamw", _apollo_or_fira, APOLLOAdamW, _APOLLO)
-apollo_adamw_layerwise = _named("apollo_adamw_layerwise", _apollo_or_fira, APOLLOAdamW, _APOLLO)
-apollo_mini = _named("apollo_mini", _apollo_or_fira, APOLLOAdamW, _APOLLO)
-apollo_mini_layerwise = _named("apollo_mini_layerwise", _apollo_or_fira, APOLLOAdamW, _APOLLO)
-fira_adamw = _named("fira_adamw", _apollo_or_fira, FiraAdamW, _FIRA)
-fira_adamw_layerwise = _named("fira_adamw_layerwise", _apollo_or_fira, FiraAdamW, _FIRA)
+galore_adamw, galore_adamw_layerwise = _forms("galore_adamw", _galore_adamw, GaLoreAdamW)
+galore_adamw_8bit, galore_adamw_8bit_layerwise = _forms("galore_adamw_8bit", _galore_adamw, GaLoreAdamW8bit)
+galore_adafactor, galore_adafactor_layerwise = _forms("galore_adafactor", _galore_adafactor)
+apollo_adamw, apollo_adamw_layerwise = _forms("apollo_adamw", _apollo_or_fira, APOLLOAdamW, _APOLLO)
+apollo_mini, apollo_mini_layerwise = _forms("apollo_mini", _apollo_or_fira, APOLLOAdamW, _APOLLO, **_MINI)
+fira_adamw, fira_adamw_layerwise = _forms("fira_adamw", _apollo_or_fira, FiraAdamW, _FIRA)

@@ -148,20 +148,17 @@ def check_configuration(configuration: Mapping[str, Any]) -> None:
 
 
 def check_optimizer_name(name: str, stage: int) -> None:
-    """Refuse, by its name, an optimizer that trains differently under DeepSpeed.
+    """Refuse, by its name, an optimizer that needs matrices where DeepSpeed has flat buffers.
+
+    What else an optimizer cannot do with DeepSpeed is seen in itself, by `tr_dist.deepspeed.engine.check_optimizer`.
 
     Raises:
-        ValueError: it needs matrices and a stage has flat buffers, or it consumes gradients before they are averaged.
+        ValueError: it is one, and the stage has.
     """
-    elsewhere = "use strategy='fsdp' (fsdp='full_shard auto_wrap') or strategy='ddp', or another optimizer"
     if stage and name.startswith((*_NEEDS_MATRICES, "adafactor")):
         raise ValueError(
             f"optim={name!r} needs each parameter as a matrix, where DeepSpeed (here ZeRO stage {stage}) has flat "
-            f"buffers; {elsewhere}"
-        )
-    if name.startswith(_NEEDS_MATRICES) and name.endswith(("layerwise", "lomo")):
-        raise ValueError(
-            f"optim={name!r} consumes gradients in the backward pass, which DeepSpeed averages after it; {elsewhere}"
+            "buffers; use strategy='fsdp' (fsdp='full_shard auto_wrap') or strategy='ddp', or another optimizer"
         )
 
 

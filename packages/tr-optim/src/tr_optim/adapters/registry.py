@@ -94,20 +94,6 @@ def galore_torch_adafactor(groups: Groups, args: Any, model: nn.Module) -> Optim
     return GaLoreTorchAdafactor(divided, args.learning_rate, **options, relative_step=False)
 
 
-@projects_modules
-def galore_torch_adamw_8bit(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
-    """Refuse galore-torch's GaLoreAdamW8bit, with the reason.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        "optim='galore_torch_adamw_8bit' is not offered: galore-torch's GaLoreAdamW8bit calls bitsandbytes by a "
-        "signature that it no longer has, after which projected weights of less than 4096 numbers and biases never "
-        "change, and nothing says so; and it needs a GPU. Use optim='galore_adamw_8bit', this package's own"
-    )
-
-
 def lomo_optim(groups: Groups, args: Any) -> Optimizer:
     """Build lomo_optim's Lomo."""
     from tr_optim.adapters.lomo_optim import LomoOptimLomo
@@ -179,31 +165,6 @@ def muon(groups: Groups, args: Any, model: nn.Module) -> Optimizer:
 
 
 vars(muon).update(needs_model=True, takes_target_modules=True)
-
-
-def adamw_torch_xla(groups: Groups, args: Any) -> Optimizer:
-    """Refuse torch_xla's AdamW, with the reason.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        "optim='adamw_torch_xla' is not offered: torch_xla's AdamW differs from torch's only in that it skips steps of "
-        "overflown float16 gradients by itself, and here on_nonfinite does that; use optim='adamw_torch', which trains "
-        "on XLA devices"
-    )
-
-
-def adamw_torch_npu_fused(groups: Groups, args: Any) -> Optimizer:
-    """Refuse torch_npu's AdamW, with the reason.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        "optim='adamw_torch_npu_fused' is not offered: it runs on Ascend NPUs only, for which there is no strategy "
-        "here; use optim='adamw_torch', or build torch_npu's NpuFusedAdamW yourself and pass optimizers=(it, None)"
-    )
 
 
 def adamw_torch_8bit(groups: Groups, args: Any) -> Optimizer:
