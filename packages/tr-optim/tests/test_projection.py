@@ -6,7 +6,6 @@ import torch
 
 from tr_optim.projection.basis import Basis, find_basis, orthonormalise, projected_shape, seeded_normal, sides
 from tr_optim.projection.refresh import Rotation, is_due
-from tr_optim.projection.row_shards import find_basis_of_rows
 
 
 def gradient(m, n, *, decay=0.5, seed=0, batch=()):
@@ -146,7 +145,7 @@ def test_one_bad_matrix_of_a_stack_that_ranks_share_out_spoils_no_other():
     expected = find_basis(stack, 4, "full", old, method="svd")
     stack = stack.clone()
     stack[1, 0, 0] = float("nan")
-    new = find_basis_of_rows(stack, of_stacks, 4, "full", old, key=(0,), method="svd", keeps_signs=True)
+    new = find_basis(stack, 4, "full", old, method="svd", shards=of_stacks)
     for found, before, wanted in zip(
         (new.left, new.right), (old.left, old.right), (expected.left, expected.right), strict=True
     ):

@@ -12,7 +12,7 @@ from tr_optim.engine.checks import check_shapes, checked_state_dict
 from tr_optim.engine.fused import FusedOptimizer
 from tr_optim.engine.fused_checks import fused_options
 from tr_optim.engine.precision import computing_dtype, store_rounded
-from tr_optim.engine.shards import in_layout, local_part, out_of_layout
+from tr_optim.engine.shards import in_layout, load_states, local_part
 from tr_optim.moments.adafactor import (
     BlockedUpdate,
     along,
@@ -129,17 +129,7 @@ class AdaLomo(FusedOptimizer):
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
         super().load_state_dict(complete)
-        placed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
-        for saved, (group, parameter) in zip(states, placed, strict=True):
-            if saved is not None:
-                # torch rounds a state to its parameter's dtype and leaves `step` where it was.
-                moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
-                dtype = computing_dtype(parameter)
-                state = {
-                    name: torch.as_tensor(value).to(parameter.device, dtype, copy=True)
-                    for name, value in {"step": saved["step"], **moments}.items()
-                }
-                self.state[parameter] = out_of_layout(state, parameter, group, is_divided)
+        load_states(self, states, _copies, is_divided)
 
     def state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's state: of its rows, columns and step count."""
@@ -227,6 +217,12 @@ class AdaLomo(FusedOptimizer):
             start(state, local_part(parameter))
         whole = parameter.shape if id(parameter) in self._sharded else None
         return BlockedUpdate(local_part(parameter), gradient, factor, self._max_value, whole)
+
+
+def _copies(saved: dict[str, Any], parameter: torch.Tensor, _group: dict[str, Any]) -> dict[str, Any]:
+    # torch rounds a state to its parameter's dtype and leaves `step` where it was.
+    dtype, kept = computing_dtype(parameter), [name for name in saved if name.startswith(("step", "exp_avg_sq"))]
+    return {name: torch.as_tensor(saved[name]).to(parameter.device, dtype, copy=True) for name in kept}
 
 
 def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:

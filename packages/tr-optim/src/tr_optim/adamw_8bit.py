@@ -24,7 +24,7 @@ from tr_optim.moments.adam import (
     is_to_be_quantized,
 )
 from tr_optim.options import adam_arguments, read_options, whole_number
-from tr_optim.projection.row_shards import is_divided
+from tr_optim.projection.layout import is_divided
 
 
 class AdamW8bit(Optimizer):

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tr_optim.engine.hooks import Consume
-
-_BUCKET_ELEMENTS = 2**22
+from tr_optim.engine.shards import exchange_together
 
 
 class Collectives(Protocol):
@@ -45,21 +44,7 @@ class Averaging:
 
     def average_(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their means, many in one exchange. Collective: same shapes in the same order."""
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for tensor in tensors:
-            if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > _BUCKET_ELEMENTS):
-                self._average_bucket(bucket)
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.numel()
-        if bucket:
-            self._average_bucket(bucket)
-
-    def _average_bucket(self, bucket: list[torch.Tensor]) -> None:
-        mean = self(torch.cat([tensor.reshape(-1) for tensor in bucket]))
-        for tensor, part in zip(bucket, mean.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        exchange_together(tensors, self)
 
 
 class FixedOrder:

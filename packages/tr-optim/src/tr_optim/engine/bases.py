@@ -18,7 +18,6 @@ from tr_optim.engine.shards import local_part, shards_of
 from tr_optim.projection.basis import Basis, find_basis, projected_shape, seeded_normal, sides
 from tr_optim.projection.encoded import ENTRIES, EncodedBasis, encode, read_encoded
 from tr_optim.projection.refresh import LazyRefresh, Rotation, is_due, phase
-from tr_optim.projection.row_shards import find_basis_of_rows
 
 State = dict[str, Any]
 
@@ -88,23 +87,17 @@ class Bases:
         """Return the basis of a gradient, in its stored form; with `average`, that of the mean over the ranks."""
         if self._projection.method == "svd" and average is not None:
             gradient, average = average(gradient.contiguous()), None
-        shards = shards_of(parameter)
-        if shards is not None:
-            rank, proj_type = place.group["rank"], place.group["proj_type"]
-            old, key = self.current(parameter, state, place), self.random_key(state, place)
-            how = {"method": self._projection.method, "keeps_signs": self._projection.keeps_signs}
-            basis = find_basis_of_rows(gradient, shards, rank, proj_type, old, key=key, **how)
-        else:
-            basis = find_basis(
-                gradient,
-                place.group["rank"],
-                place.group["proj_type"],
-                self.current(parameter, state, place),
-                method=self._projection.method,
-                key=self.random_key(state, place),
-                average=average,
-                keeps_signs=self._projection.keeps_signs,
-            )
+        basis = find_basis(
+            gradient,
+            place.group["rank"],
+            place.group["proj_type"],
+            self.current(parameter, state, place),
+            method=self._projection.method,
+            key=self.random_key(state, place),
+            average=average,
+            shards=shards_of(parameter),
+            keeps_signs=self._projection.keeps_signs,
+        )
         return basis if self._projection.basis_dtype == "float32" else encode(basis, self._projection.basis_dtype)
 
     def store(self, state: State, basis: Basis | EncodedBasis) -> None:

@@ -60,24 +60,11 @@ class Shards:
         """
         if self.count == 1 or any(tensor.is_meta for tensor in tensors):  # meta tensors estimate bytes
             return
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for tensor in tensors:
-            if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > _TOGETHER):
-                self._add_up(bucket)
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.numel()
-        if bucket:
-            self._add_up(bucket)
+        exchange_together(tensors, self._reduced)
 
-    def _add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        is_alone = len(tensors) == 1 and tensors[0].is_contiguous()
-        joined = tensors[0] if is_alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    def _reduced(self, joined: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(joined, group=self.mesh.get_group(self.dimension))
-        if not is_alone:
-            for tensor, part in zip(tensors, joined.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        return joined
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's sum over the ranks that hold other rows; the tensor itself, changed."""
@@ -119,6 +106,30 @@ class Shards:
         if is_divided:
             placements[self.dimension] = Shard(0)
         return placements
+
+
+def exchange_together(tensors: Iterable[torch.Tensor], exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace tensors by what an exchange over ranks returns for them, many in one.
+
+    Args:
+        tensors: are changed; all ranks give the same shapes in the same order.
+        exchange: of a contiguous tensor, which it may change and return.
+    """
+    buckets: list[list[torch.Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        size += tensor.numel()
+        if not buckets or tensor.dtype != buckets[-1][0].dtype or size > _TOGETHER:
+            buckets.append([])
+            size = tensor.numel()
+        buckets[-1].append(tensor)
+    for bucket in buckets:
+        is_alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        joined = bucket[0].view(-1) if is_alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        found = exchange(joined)
+        if not is_alone or found is not joined:
+            for tensor, part in zip(bucket, found.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
 
 def shards_of(tensor: torch.Tensor) -> Shards | None:
@@ -197,7 +208,8 @@ def load_states(
     Args:
         optimizer: whose state is set.
         states: the saved state of each parameter, None where there is none.
-        copies: returns copies of the saved moments for a parameter, from its saved state, itself and its group.
+        copies: returns copies of the saved moments for a parameter, from its saved state, itself and its group; of the
+            step too, if it is to be another than a float64 on the CPU.
         is_divided: which tensors have the rows of their parameters.
     """
     placed = ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -205,7 +217,7 @@ def load_states(
         if saved is not None:
             held = out_of_layout(copies(saved, parameter, group), parameter, group, is_divided)
             step = torch.tensor(float(saved["step"]), dtype=torch.float64)
-            optimizer.state[parameter] = {**held, "step": step}
+            optimizer.state[parameter] = {"step": step, **held}
 
 
 def with_own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from tr_optim.engine.precision import chunks
 from tr_optim.engine.shards import Shards, shards_of
 from tr_optim.moments.blockwise_int8 import SIGNED, UNSIGNED, Code, dequantize, new_codes, quantize_, scales_shape
+from tr_optim.projection.layout import is_divided
 from tr_optim.projection.refresh import Rotation
-from tr_optim.projection.row_shards import is_divided
 
 
 class AdamRule:

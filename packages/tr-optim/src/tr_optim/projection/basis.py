@@ -6,8 +6,11 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+
+from tr_optim.engine.shards import Shards
 
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "full")
 METHODS = ("subspace", "svd")
@@ -18,7 +21,7 @@ COLD_ITERATIONS, WARM_ITERATIONS = 2, 1
 # gradient. Without them a small language model ended 1 % behind one with singular vectors (bench/README.md). Shorter
 # ones leave more of the gradient's energy in the basis, which has 0.99 of the most with these, and helped less.
 FRESH = 1.0
-# Share of the old basis in every new one; see `_iterate`.
+# Share of the old basis in every new one; see `_Exchange.iterate`.
 SHIFT = 1e-4
 
 Average = Callable[[torch.Tensor], torch.Tensor]
@@ -89,6 +92,7 @@ def find_basis(
     method: str = "subspace",
     key: Sequence[object] = (0,),
     average: Average | None = None,
+    shards: Shards | None = None,
     keeps_signs: bool = True,
 ) -> Basis:
     """Return a basis of the directions in which a gradient is largest; nothing is read from the device.
@@ -100,6 +104,11 @@ def find_basis(
     by rounding. `svd` uses singular vectors.
 
     A gradient that is zero or not finite keeps the old basis.
+
+    With `shards` each rank has some rows of the gradient, and finds the basis of the whole, within rounding; all ranks
+    call it. Left columns are divided like the rows, and an iteration exchanges `(n, r)` sums and three small ones.
+    Right columns are the same on all ranks, and an iteration exchanges `(n, r)` sums and one number. `svd` gathers the
+    whole gradient of this one matrix on every rank. Of a stack each rank has whole matrices, and nothing is exchanged.
 
     Source: subspace iteration as in Halko, Martinsson and Tropp, "Finding structure with randomness" (2011), section
     4.5; the basis of Zhao et al., "GaLore" (2024), equation 12, with the singular vectors that it names.
@@ -113,17 +122,20 @@ def find_basis(
         key: seed of the random columns; equal on all ranks.
         average: averages a tensor over ranks with different gradients. The basis is that of their mean, which is never
             formed. Only for `subspace`.
+        shards: how rows are divided, if the gradient and the old basis' left columns are this rank's rows.
         keeps_signs: with `svd`, make the largest entry of each column positive.
     """
-    rank = min(rank, *gradient.shape[-2:])
-    wants_left, wants_right = sides(gradient.shape, proj_type)
+    shape = gradient.shape if shards is None else shards.shape
+    rank = min(rank, *shape[-2:])
+    wants_left, wants_right = wanted = sides(shape, proj_type)
     if method == "svd":
-        return _singular(gradient, rank, wants_left, wants_right, old, keeps_signs)
+        return _singular(gradient, rank, wanted, old, shards, keeps_signs=keeps_signs)
 
     def find(matrix: torch.Tensor, before: torch.Tensor | None, side: str) -> torch.Tensor:
-        columns, kept, iterations = _start(matrix, rank, before, (*key, side))
+        exchange = _Exchange(average, shards, has_rows=side == "left")
+        columns, kept, iterations = exchange.start(matrix, rank, before, (*key, side))
         for _ in range(iterations):
-            columns = kept = _iterate(matrix, columns, kept, average)
+            columns = kept = exchange.iterate(matrix, columns, kept)
         return kept
 
     left = find(gradient, None if old is None else old.left, "left") if wants_left else None
@@ -170,34 +182,72 @@ def seeded_generator(like: torch.Tensor, key: Sequence[object]) -> torch.Generat
     return torch.Generator(like.device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-def _start(
-    matrix: torch.Tensor, rank: int, before: torch.Tensor | None, key: Sequence[object]
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the columns to begin with, those to keep if nothing is found, and how many iterations they need."""
-    if before is not None and before.shape[-1] == rank:
-        return before + fresh_columns(before.shape, matrix, key), before, WARM_ITERATIONS
-    columns = seeded_normal((*matrix.shape[:-1], rank), matrix, key)
-    if before is not None:  # another rank than before: what is there is kept
-        kept = min(rank, before.shape[-1])
-        columns[..., :kept] = before[..., :kept]
-    columns = orthonormalise(columns)
-    return columns, columns, COLD_ITERATIONS
+class _Exchange:
+    """Find the columns of one side, with the products of all ranks.
 
-
-def _iterate(matrix: torch.Tensor, columns: torch.Tensor, kept: torch.Tensor, average: Average | None) -> torch.Tensor:
-    """Make one subspace iteration; if it fails, or the gradient is zero, return `kept`.
-
-    A small share of the old columns is added: the operator `A A^T + shift` has the same invariant subspaces as `A A^T`.
-    So the columns stay independent for gradients of any rank, and the orthonormalisation neither fails nor turns
-    rounding errors into directions.
+    Args:
+        average: averages products over ranks with different gradients.
+        shards: how the gradient's rows are divided.
+        has_rows: whether the columns have the gradient's rows; otherwise what they are multiplied with first has.
     """
-    inner = matrix.mT @ columns
-    inner, norm = _of_norm_one(inner if average is None else average(inner.contiguous()))
-    outer = matrix @ inner
-    outer, _ = _of_norm_one(outer if average is None else average(outer.contiguous()))
-    found = orthonormalise(outer.add_(columns, alpha=SHIFT))
-    is_good = found.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True) & (norm > 0)
-    return torch.where(is_good, found, kept)
+
+    def __init__(self, average: Average | None, shards: Shards | None, *, has_rows: bool) -> None:
+        self._average, self._has_rows = average, has_rows
+        is_matrix = shards is not None and shards.divides_matrix
+        self._part = shards if has_rows or not is_matrix else None  # in a stack each rank has whole matrices
+        self._add_up = shards.sum if shards is not None and is_matrix else None
+
+    def start(
+        self, matrix: torch.Tensor, rank: int, before: torch.Tensor | None, key: Sequence[object]
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return the columns to begin with, those to keep if nothing is found, and how many iterations they need."""
+        rows = matrix.shape[:-1] if self._part is None else (self._part.shape[0], *matrix.shape[1:-1])
+        if before is not None and before.shape[-1] == rank:
+            fresh = fresh_columns((*rows, rank), matrix, key)
+            own = fresh if self._part is None or self._add_up is None else self._part.part_of(fresh)
+            return before + own, before, WARM_ITERATIONS
+        columns = seeded_normal((*rows, rank), matrix, key)
+        if self._part is not None:
+            columns = self._part.part_of(columns).clone()  # the others are freed
+        if before is not None:  # another rank than before: what is there is kept
+            kept = min(rank, before.shape[-1])
+            columns[..., :kept] = before[..., :kept]
+        columns = self._orthonormal(columns)
+        return columns, columns, COLD_ITERATIONS
+
+    def iterate(self, matrix: torch.Tensor, columns: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Make one subspace iteration; if it fails, or the gradient is zero, return `kept`.
+
+        It fails on all ranks or on none, because they have the same sums.
+
+        A small share of the old columns is added: the operator `A A^T + shift` has the same invariant subspaces as
+        `A A^T`. So the columns stay independent for gradients of any rank, and the orthonormalisation neither fails nor
+        turns rounding errors into directions.
+        """
+        inner, norm = self._of_norm_one(matrix.mT @ columns, sums_rows=self._has_rows)
+        outer, _ = self._of_norm_one(matrix @ inner, sums_rows=not self._has_rows)
+        found = self._orthonormal(outer.add_(columns, alpha=SHIFT))
+        is_good = found.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True) & (norm > 0)
+        return torch.where(is_good, found, kept)
+
+    def _orthonormal(self, columns: torch.Tensor) -> torch.Tensor:
+        return orthonormalise(columns, self._add_up if self._has_rows else None)
+
+    def _of_norm_one(self, product: torch.Tensor, *, sums_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the product of all ranks divided by its norm, and the norm.
+
+        Args:
+            product: this rank's.
+            sums_rows: whether it is a sum over the gradient's rows; otherwise it has these rows.
+        """
+        if self._average is not None:
+            product = self._average(product.contiguous())
+        if self._add_up is not None and sums_rows:
+            product = self._add_up(product)
+        norm = torch.linalg.matrix_norm(product, keepdim=True)
+        if self._add_up is not None and not sums_rows:
+            norm = self._add_up(norm.to(torch.float64).square()).sqrt().to(norm.dtype)
+        return product / norm.clamp(min=torch.finfo(product.dtype).tiny), norm
 
 
 def orthonormalise(columns: torch.Tensor, add_up: Average | None = None) -> torch.Tensor:
@@ -223,27 +273,33 @@ def orthonormalise(columns: torch.Tensor, add_up: Average | None = None) -> torc
 
 
 def _singular(
-    gradient: torch.Tensor, rank: int, wants_left: bool, wants_right: bool, old: Basis | None, keeps_signs: bool
+    gradient: torch.Tensor,
+    rank: int,
+    wanted: tuple[bool, bool],
+    old: Basis | None,
+    shards: Shards | None,
+    *,
+    keeps_signs: bool,
 ) -> Basis:
+    rows = shards if shards is not None and shards.divides_matrix else None
+    if rows is not None:
+        whole: Any = rows.distributed(gradient, is_divided=True)
+        gradient = whole.full_tensor()
     is_finite = gradient.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
     left, _, right = torch.linalg.svd(gradient.nan_to_num(0.0, 0.0, 0.0), full_matrices=False)
 
-    def chosen(vectors: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def chosen(vectors: torch.Tensor, before: torch.Tensor | None, part: Shards | None) -> torch.Tensor:
         vectors = vectors[..., :rank]
         if keeps_signs:
             largest = vectors.abs().argmax(dim=-2, keepdim=True)
             vectors = vectors * vectors.gather(-2, largest).sign()
+        if part is not None:
+            vectors = part.part_of(vectors).clone()
         if before is not None and before.shape == vectors.shape:
             vectors = torch.where(is_finite, vectors, before)
         return vectors.contiguous()
 
     return Basis(
-        chosen(left, None if old is None else old.left) if wants_left else None,
-        chosen(right.mT, None if old is None else old.right) if wants_right else None,
+        chosen(left, None if old is None else old.left, rows) if wanted[0] else None,
+        chosen(right.mT, None if old is None else old.right, None) if wanted[1] else None,
     )
-
-
-def _of_norm_one(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix divided by its norm, and the norm."""
-    norm = torch.linalg.matrix_norm(matrix, keepdim=True)
-    return matrix / norm.clamp(min=torch.finfo(matrix.dtype).tiny), norm
