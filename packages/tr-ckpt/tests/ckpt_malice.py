@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ckpt_parts import number_of, parts, rewritten
 
-from tr_ckpt import Checkpointer, CheckpointError, discovery, files, part_files
+from tr_ckpt import Checkpointer, CheckpointError, discovery, files, reader
 from tr_ckpt.discovery import Found
 
 # What opens files here that is not the code under test: imports.
@@ -102,7 +102,7 @@ def refused(saved, folder, name, *, vouched=False):
         described = discovery.check_quickly(Found(None, folder.name, folder))
         discovery.verify(folder, described)
         with pytest.raises(CheckpointError, match=name.partition(".")[0]):
-            part_files.verify(folder, described)
+            reader.verify(folder, described)
 
 
 def saved_twice(folder):

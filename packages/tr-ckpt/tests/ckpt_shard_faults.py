@@ -19,8 +19,9 @@ from ckpt_parts import listed
 from ckpt_shards import Buffers, Counted, Holder, keep
 from ckpt_workers import caught, checkpointer
 
-from tr_ckpt import CheckpointError, discovery, untrusted
-from tr_ckpt.sharded import reading, stateful
+from tr_ckpt import CheckpointError, discovery, restoring, untrusted
+from tr_ckpt.errors import Damage
+from tr_ckpt.sharded import stateful
 
 
 def held(value: float) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def read_back_shares(directory: str) -> None:
     assert keeper.steps() == [2]
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(discovery, "damages", lambda *given: [f"{own} is damaged, it is said"])
+            patch.setattr(discovery, "damages", lambda *given: [Damage(own, "content", "it is damaged, it is said")])
         keeper.save(3, held(30.0))
     assert keeper.steps() == [2, 3]  # what one rank finds counts for all
 
@@ -199,7 +200,7 @@ def restored_bytes(directory: str) -> int:
     """Restore into tensors over all ranks and return what was read out of the files on this one."""
     Counted.taken.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "SlicedFiles", Counted)
+        patch.setattr(restoring, "CheckpointReader", Counted)
         assert checkpointer(directory).restore(wide(fill=0.0)) == 1
     return sum(Counted.taken)
 

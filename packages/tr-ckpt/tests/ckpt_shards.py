@@ -12,8 +12,9 @@ import torch.distributed as dist
 from ckpt_workers import checkpointer
 from torch import nn
 
-from tr_ckpt import CheckpointError, RNGState, tensor_file
-from tr_ckpt.sharded import reading, shard_index, stateful
+from tr_ckpt import CheckpointError, RNGState, shard_index, tensor_file
+from tr_ckpt.reader import CheckpointReader
+from tr_ckpt.sharded import stateful
 
 trains_sharded = pytest.mark.skipif(
     torch.__version__ < (2, 7), reason="fully_shard trains on the CPU from torch 2.7 on"
@@ -135,7 +136,7 @@ def restore_and_train_on(directory: str, named: bool) -> None:
     keep(f"{directory}.{dist.get_world_size()}", {"losses": losses, "weights": weights, "optimizer": restored})
 
 
-class Counted(reading.SlicedFiles):
+class Counted(CheckpointReader):
     """Files that note how much was taken out of them."""
 
     taken: list[int] = []

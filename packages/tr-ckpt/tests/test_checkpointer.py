@@ -12,6 +12,7 @@ from ckpt_parts import Run, Values, listed, number_of, parts, restored
 from safetensors.torch import load_file
 
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, Restored, RNGState
+from tr_ckpt.ranks import Failure
 
 
 def test_the_model_file_holds_the_plain_names(tmp_path):
@@ -322,7 +323,7 @@ def test_arguments_pass_on_who_this_process_is(tmp_path):
 
     def gather_objects(value):
         asked.append(value)
-        return [value, (None, "OSError: over there")]
+        return [value, (None, Failure("OSError: over there"))]
 
     two = SimpleNamespace(rank=0, world_size=2, gather_objects=gather_objects)
     with pytest.raises(OSError, match="rank 1: OSError: over there"):

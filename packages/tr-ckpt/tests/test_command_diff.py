@@ -13,7 +13,8 @@ from ckpt_parts import State, flip, foreign, model, rewritten, save
 
 from tr_ckpt import Checkpointer, RNGState
 from tr_ckpt.command import comparing, main
-from tr_ckpt.command.comparing import SavedTensors, compare_values
+from tr_ckpt.command.comparing import compare_values
+from tr_ckpt.reader import CheckpointReader
 
 
 def saved(folder, step=1, extra=None, **parts):
@@ -185,15 +186,15 @@ def test_comparing_takes_no_memory_for_all_tensors_at_once(tmp_path, monkeypatch
     state = {f"t{index}": torch.full((500,), float(index)) for index in range(40)}
     one, other = saved(tmp_path / "a", part=state), saved(tmp_path / "b", part=state)
     alive, most = weakref.WeakSet(), []
-    load = SavedTensors.load
+    load = CheckpointReader.tensor
 
-    def counted(self, name):
-        tensor = load(self, name)
+    def counted(self, name, saved):
+        tensor = load(self, name, saved)
         alive.add(tensor)
         most.append(len(alive))
         return tensor
 
-    monkeypatch.setattr(SavedTensors, "load", counted)
+    monkeypatch.setattr(CheckpointReader, "tensor", counted)
     assert main(["diff", str(one), str(other)]) == 0
     assert len(most) == 80
     assert max(most) <= 4

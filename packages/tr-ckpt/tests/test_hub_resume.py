@@ -14,6 +14,7 @@ from minihub import TOKEN, wait_until
 
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, HubRepository, ranks
 from tr_ckpt.hub import resume
+from tr_ckpt.ranks import Failure
 
 pytestmark = [
     # The client's own way of sending a file, and of saying that it tries again.
@@ -248,7 +249,7 @@ def test_two_ranks_restore_what_one_of_them_downloads(hub, tmp_path):
 
 
 def test_another_rank_hears_of_it_when_the_download_fails(tmp_path):
-    answers = iter([lambda value: [(None, "CheckpointError: no checkpoint at X"), value]])
+    answers = iter([lambda value: [(None, Failure("CheckpointError: no checkpoint at X")), value]])
     other = Checkpointer(tmp_path, rank=1, world_size=2, gather_objects=lambda value: next(answers)(value))
     with pytest.raises(CheckpointError, match="hub:ci/run was not restored: rank 0: CheckpointError: no checkpoint at"):
         other.restore(parts(), "hub:ci/run")

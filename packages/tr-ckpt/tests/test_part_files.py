@@ -8,7 +8,7 @@ import torch
 from ckpt_malice import rewritten, vouched
 from ckpt_parts import Holding, listed, parts, restored
 
-from tr_ckpt import Checkpointer, CheckpointError, discovery, part_files, tensor_file, untrusted
+from tr_ckpt import Checkpointer, CheckpointError, discovery, reader, tensor_file, untrusted
 from tr_ckpt.discovery import Found
 
 
@@ -119,7 +119,7 @@ def test_verify_reads_no_number_twice(saved, monkeypatch):
     described = discovery.check_quickly(Found(1, "checkpoint-1", saved.path(1)))
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: pytest.fail("a tensor was copied"))
     monkeypatch.setattr(tensor_file, "read", lambda path: pytest.fail("all of a file was read"))
-    assert part_files.problems(saved.path(1), described) == []
+    assert reader.problems(saved.path(1), described) == []
 
 
 def test_arrays_are_checked_against_what_they_are_made_of(tmp_path):
@@ -127,12 +127,12 @@ def test_arrays_are_checked_against_what_they_are_made_of(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     folder = checkpointer.save(1, {"part": Holding({"a": np.arange(6).reshape(2, 3), "b": np.float32(2)})})
     described = discovery.check_quickly(Found(1, "checkpoint-1", folder))
-    assert part_files.problems(folder, described) == []
+    assert reader.problems(folder, described) == []
     text = (folder / "part.json").read_text()
     (folder / "part.json").write_text(text.replace("<i8", "<i2"))
     vouched(folder)
-    [problem] = part_files.problems(folder, discovery.check_quickly(Found(1, "checkpoint-1", folder)))
-    assert problem.startswith("part.json cannot be loaded: the content of '$array' cannot be read")
+    [damage] = reader.problems(folder, discovery.check_quickly(Found(1, "checkpoint-1", folder)))
+    assert damage.text.startswith("part.json cannot be loaded: the content of '$array' cannot be read")
 
 
 def test_one_tensor_is_not_the_content_of_two_arrays(tmp_path):
@@ -165,4 +165,4 @@ def test_a_name_that_is_twice_among_many_is_found_at_once():
 def test_a_manifest_of_no_parts_is_verified(saved):
     rewritten(saved.path(1), parts={})
     described = discovery.check_quickly(Found(1, "checkpoint-1", saved.path(1)))
-    assert part_files.problems(saved.path(1), described) == []
+    assert reader.problems(saved.path(1), described) == []

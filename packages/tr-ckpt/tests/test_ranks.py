@@ -12,7 +12,8 @@ from ckpt_parts import listed, number_of, parts
 from ckpt_workers import run
 
 from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery, ranks
-from tr_ckpt.ranks import Ranks
+from tr_ckpt.errors import Damage
+from tr_ckpt.ranks import Failure, Ranks
 
 
 def test_two_ranks_save_restore_and_fail_together(tmp_path):
@@ -71,7 +72,7 @@ def test_a_rank_that_does_not_see_the_folder_names_the_remedy(tmp_path):
 
 
 def test_a_failure_elsewhere_is_an_error_here(tmp_path):
-    exchanges = [lambda mine: [mine, (None, None)], lambda mine: [mine, (None, "OSError: disk full")]]
+    exchanges = [lambda mine: [mine, (None, None)], lambda mine: [mine, (None, Failure("OSError: disk full"))]]
     with pytest.raises(SaveError, match="checkpoint-1 was not saved: rank 1: OSError: disk full"):
         Checkpointer(tmp_path, **as_rank(0, 2, exchanges)).save(1, parts(1))
     assert listed(tmp_path) == []
@@ -192,7 +193,7 @@ def test_an_error_without_a_text_is_heard_of_by_the_other_ranks():
     ranks = Ranks(0, 2, lambda value: heard.append(value) or [value, (None, None)])
     with pytest.raises(UnprintableError):
         ranks.together("nothing was done", fail)
-    assert heard == [(None, "UnprintableError, whose text cannot be shown")]
+    assert heard == [(None, Failure("UnprintableError, whose text cannot be shown"))]
 
 
 def test_several_ranks_need_a_way_to_exchange_values(tmp_path):
@@ -205,12 +206,15 @@ def test_a_rank_outside_the_world_is_refused(tmp_path):
         Checkpointer(tmp_path, rank=2, world_size=2, gather_objects=lambda value: [value, value])
 
 
+MISSING = Damage("model-shard-1.safetensors", "content", "model-shard-1.safetensors is missing")
+
+
 def test_what_only_another_rank_finds_damaged_is_refused_here(tmp_path):
     Checkpointer(tmp_path).save(1, parts(10))
     exchanges = [
         lambda mine: [mine, mine],
         lambda mine: [mine, mine],  # what was saved in shards
-        lambda mine: [mine, ((-1, "model-shard-1.safetensors is missing"), None)],
+        lambda mine: [mine, ((-1, (MISSING,)), None)],
     ]
     into = parts()
     with pytest.raises(CheckpointError, match=r"checkpoint-1: model-shard-1.safetensors is missing"):

@@ -21,6 +21,7 @@ from tr_ckpt import (
     manifest,
     reads,
 )
+from tr_ckpt.errors import Damage
 
 
 @pytest.fixture(autouse=True)
@@ -294,10 +295,11 @@ def test_what_was_replaced_stays_while_the_one_in_its_place_is_damaged(saved, mo
     assert "the replaced checkpoint-30 stays, as the one in its place is not sound: model.json" in caplog.text
 
 
+SHORT = Damage("model.json", "content", "model.json is short")
+
+
 def test_a_step_saved_again_keeps_the_one_before_until_the_new_one_has_been_read_back(saved, monkeypatch, caplog):
-    monkeypatch.setattr(
-        discovery, "verify", lambda folder, described: discovery.raise_if_damaged(["model.json is short"])
-    )
+    monkeypatch.setattr(discovery, "verify", lambda folder, described: discovery.raise_if_damaged([SHORT]))
     saved.save(30, parts(31))
     [aside] = saved.directory.glob(".tmp-replaced-checkpoint-30@*")
     assert restored(saved.directory, aside) == (30, 30)

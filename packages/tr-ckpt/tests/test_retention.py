@@ -9,6 +9,7 @@ from ckpt_faults import BadReads, Faults
 from ckpt_parts import flip, number_of, parts, rewritten, save_steps
 
 from tr_ckpt import Checkpointer, DamagedCheckpointError, discovery, files, reads, retention
+from tr_ckpt.errors import Damage
 
 STEPS = (5, 10, 15, 20, 25)
 
@@ -80,7 +81,7 @@ def test_nothing_is_removed_when_the_new_one_reads_back_damaged(tmp_path, monkey
 
     def damages(folder, described, wanted):
         asked.append(folder.name)
-        return ["model.json was changed"]
+        return [Damage("model.json", "content", "model.json was changed")]
 
     monkeypatch.setattr(discovery, "damages", damages)
     checkpointer.save(2, parts(2))

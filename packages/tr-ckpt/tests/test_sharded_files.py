@@ -2,21 +2,22 @@
 
 import json
 import os
+import sys
 import warnings
 
 import ckpt_shard_faults
 import pytest
 import torch
-import torch.distributed
 from ckpt_faults import Faults, Killed, forget_temporaries
 from ckpt_shards import DTYPES, Buffers, Holder, build, numbers, save_in, train
 from ckpt_workers import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, manifest, tensor_file
-from tr_ckpt.sharded import export, reading, shard_index
-from tr_ckpt.sharded.shard_index import Chunk, SavedTensor
+from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, manifest, reader, shard_index, tensor_file
+from tr_ckpt.reader import CheckpointReader
+from tr_ckpt.shard_index import Chunk, SavedTensor
+from tr_ckpt.sharded import export
 
 SHARDS = [f"held-shard-{rank}.safetensors" for rank in range(4)]
 
@@ -151,7 +152,7 @@ def test_chunks_that_leave_a_gap_or_overlap_are_refused(length, chunks, tmp_path
 
 
 def test_boxes_of_any_kind_that_fill_a_whole_are_taken():
-    from tr_ckpt.sharded import shard_index as tiling
+    from tr_ckpt import shard_index as tiling
 
     assert tiling.is_filled((), [((), ())])
     assert not tiling.is_filled((), [])
@@ -238,12 +239,11 @@ def test_a_file_of_the_caller_cannot_have_the_name_of_a_shard(tmp_path, file):
         Checkpointer(tmp_path).save(1, {"held": Holder({})}, write_extra=lambda folder: (folder / file).write_text(""))
 
 
-def test_shards_need_a_torch_that_has_distributed(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    with pytest.raises(
-        CheckpointError, match=r"state in shards needs torch.distributed, which this build of torch lacks"
-    ):
-        Checkpointer(tmp_path).restore({"held": Holder({})}, saved)
+def test_shards_are_read_by_a_torch_without_distributed(saved, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint", None)
+    held = Holder({name: torch.zeros_like(tensor) for name, tensor in numbers().items()})
+    assert Checkpointer(tmp_path).restore({"held": held}, saved) == 1
+    assert all(torch.equal(held.tensors[name], tensor) for name, tensor in numbers().items())
 
 
 def test_a_pickled_checkpoint_of_torch_is_refused_in_words(tmp_path):
@@ -336,7 +336,7 @@ def test_an_export_holds_no_more_than_two_tensors_at_a_time(saved, tmp_path, mon
     import weakref
 
     alive, most = weakref.WeakSet(), []
-    original = reading.whole
+    original = CheckpointReader.tensor
 
     def watched(*arguments):
         tensor = original(*arguments)
@@ -344,7 +344,7 @@ def test_an_export_holds_no_more_than_two_tensors_at_a_time(saved, tmp_path, mon
         most.append(len(alive))
         return tensor
 
-    monkeypatch.setattr(reading, "whole", watched)
+    monkeypatch.setattr(CheckpointReader, "tensor", watched)
     export(saved, tmp_path / "model", part="held")
     assert len(most) == len(numbers())
     assert max(most) <= 2
@@ -407,10 +407,10 @@ def test_every_dtype_is_read_in_slices(tmp_path):
         str(dtype).removeprefix("torch."): torch.arange(24).reshape(6, 4).to(dtype) for dtype in tensor_file.DTYPES
     }
     tensor_file.write(tmp_path / "held.safetensors", tensors)
-    index = shard_index.of_plain_file(tmp_path / "held.safetensors")
-    with reading.SlicedFiles(tmp_path) as opened:
+    with CheckpointReader(tmp_path, {"held": ["held.safetensors"]}) as opened:
+        index = opened.index("held")
         for name, tensor in tensors.items():
-            values = opened.slice(name, index[name].chunks[0], (1, 2), (3, 1))
+            values = opened.slice(name, index[name], index[name].chunks[0], (1, 2), (3, 1))
             assert values.dtype == tensor.dtype
             assert values.view(torch.uint8).tolist() == tensor[1:4, 2:3].contiguous().view(torch.uint8).tolist()
         assert opened.bytes_read == sum(3 * tensor.element_size() for tensor in tensors.values())
@@ -421,7 +421,7 @@ def test_a_module_without_dtensors_is_read_as_ever(tmp_path, monkeypatch):
         raise AssertionError
 
     Checkpointer(tmp_path).save(1, {"held": Buffers(numbers())})
-    monkeypatch.setattr(reading, "read", refuse)
+    monkeypatch.setattr(reader, "fill", refuse)
     module = Buffers({name: torch.zeros_like(tensor) for name, tensor in numbers().items()})
     assert Checkpointer(tmp_path).restore({"held": module}) == 1
     assert torch.equal(module.even, numbers()["even"])

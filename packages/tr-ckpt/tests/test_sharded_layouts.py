@@ -9,8 +9,7 @@ import torch
 from ckpt_shards import Buffers, Holder
 from ckpt_workers import run
 
-from tr_ckpt import Checkpointer
-from tr_ckpt.sharded import shard_index
+from tr_ckpt import Checkpointer, shard_index
 
 # Layouts on 4 ranks: one dimension of a mesh, and two: replicated, sharded in two dimensions and twice in one.
 LAYOUTS = ["0", "1", "r", "r0", "0r", "01", "10", "00", "fsdp+tp", "half"]

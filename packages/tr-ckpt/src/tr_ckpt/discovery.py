@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tr_ckpt import files, manifest, names, reads, untrusted
-from tr_ckpt.errors import DamagedCheckpointError, UnreadableError
+from tr_ckpt.errors import Damage, DamagedCheckpointError, UnreadableError
 from tr_ckpt.files import HEADER, Section
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.reads import Identity
@@ -203,25 +203,16 @@ def check_quickly(found: Found, *, with_sections: bool = True) -> Manifest:
     Without the sections of its files a message does not say which tensor is cut.
 
     Raises:
-        DamagedCheckpointError: it is incomplete; the message names every wrong file.
+        DamagedCheckpointError: it is incomplete; the message names every wrong file, and by how many bytes.
         CheckpointError: a newer version wrote it.
         UnreadableError: it cannot be read.
     """
     described = manifest.read(found.path, with_sections=with_sections)
     if found.step is not None and described.step != found.step:
-        raise DamagedCheckpointError(f"its {names.MANIFEST} is that of step {described.step}")
-    check_sizes(found.path, described)
+        text = f"its {names.MANIFEST} is that of step {described.step}"
+        raise DamagedCheckpointError(damages=[Damage(names.MANIFEST, "content", text)])
+    raise_if_damaged(_damages(lambda name: _wrong_size(found.path, described, name), described.files))
     return described
-
-
-def check_sizes(folder: Path, described: Manifest) -> None:
-    """Check that every file exists and has its size.
-
-    Raises:
-        DamagedCheckpointError: the message names every wrong file, and by how many bytes.
-        UnreadableError: a file cannot be read.
-    """
-    raise_if_damaged([wrong for name in described.files if (wrong := _wrong_size(folder, described, name))])
 
 
 def verify(folder: Path, described: Manifest) -> None:
@@ -231,40 +222,45 @@ def verify(folder: Path, described: Manifest) -> None:
         DamagedCheckpointError: the message names every wrong file.
         UnreadableError: a file cannot be read.
     """
-    raise_if_damaged(damages(folder, described, list(described.files)))
+    raise_if_damaged(damages(folder, described, described.files))
 
 
-def damages(folder: Path, described: Manifest, wanted: list[str]) -> list[str]:
-    """Read the `wanted` files and return what is wrong, one sentence a file.
+def damages(folder: Path, described: Manifest, wanted: Iterable[str]) -> list[Damage]:
+    """Read the `wanted` files and return what is wrong with them.
 
     Raises:
         UnreadableError: a file cannot be read.
     """
-    each = (_wrong_size(folder, described, name) or _wrong_content(folder, described, name) for name in wanted)
-    return [damage for damage in each if damage]
+    return _damages(
+        lambda name: _wrong_size(folder, described, name) or _wrong_content(folder, described, name), wanted
+    )
 
 
-def raise_if_damaged(found: list[str]) -> None:
+def _damages(wrong: Callable[[str], str], wanted: Iterable[str]) -> list[Damage]:
+    return [Damage(name, "content", f"{name} {text}") for name in wanted if (text := wrong(name))]
+
+
+def raise_if_damaged(found: Sequence[Damage]) -> None:
     """Raise `DamagedCheckpointError` with all of `found`, if there are any."""
     if found:
-        raise DamagedCheckpointError("; ".join(found))
+        raise DamagedCheckpointError(damages=found)
 
 
 def _wrong_size(folder: Path, described: Manifest, name: str) -> str:
     record = described.files[name]
     try:
         if problem := untrusted.file_kind_problem(folder, name):
-            return f"{name} {problem}"
+            return problem
         actual = reads.status(folder / name).st_size
     except FileNotFoundError:
-        return f"{name} is missing"
+        return "is missing"
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
     if actual == record.bytes:
         return ""
     if actual > record.bytes:
-        return f"{name} is {actual - record.bytes:,} bytes too long"
-    return f"{name} is {record.bytes - actual:,} bytes short{_where_cut(record.sections, actual)}"
+        return f"is {actual - record.bytes:,} bytes too long"
+    return f"is {record.bytes - actual:,} bytes short{_where_cut(record.sections, actual)}"
 
 
 def _wrong_content(folder: Path, described: Manifest, name: str) -> str:
@@ -275,10 +271,10 @@ def _wrong_content(folder: Path, described: Manifest, name: str) -> str:
         if files.record(folder / name) == expected:
             logger.warning("two reads of %s differ: check the disk, the mount and the memory", folder / name)
             return ""
-        changed = f"{name} was changed after it was written: its SHA-256 differs"
+        changed = "was changed after it was written: its SHA-256 differs"
         return changed + _where_changed(folder / name, expected.sections)
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
 
 
 def _where_cut(sections: Iterable[Section], size: int) -> str:

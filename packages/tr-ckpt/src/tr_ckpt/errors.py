@@ -11,7 +11,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tr_log.formatting import printable
 
@@ -32,8 +34,32 @@ class CheckpointError(ValueError):
         super().__init__(printable(message, lines=True))
 
 
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        file: its path in the checkpoint; empty if it is not one file.
+        kind: `content` if it is not what was written, `form` if it is, but cannot be loaded, `gone` if the checkpoint
+            was removed while it was read.
+        text: that in words, with the file's name.
+    """
+
+    file: str
+    kind: Literal["content", "form", "gone"]
+    text: str
+
+
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose files differ from those that were written; the message names each of them."""
+    """A checkpoint whose files differ from those that were written; the message names each of them.
+
+    Attributes:
+        damages: what is wrong, one for each file.
+    """
+
+    def __init__(self, message: str = "", damages: Sequence[Damage] = ()) -> None:
+        super().__init__(message or "; ".join(damage.text for damage in damages))
+        self.damages = tuple(damages) or (Damage("", "content", message),)
 
 
 class UnreadableError(CheckpointError):

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tr_ckpt import codec, files, reads, untrusted
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
+from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError
 from tr_ckpt.files import FileRecord, Section, Unsynced
 from tr_ckpt.names import MANIFEST
 
@@ -137,11 +137,11 @@ def read(folder: Path, *, with_sections: bool = True) -> Manifest:
             int(content["sequence"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DamagedCheckpointError(f"{MANIFEST} lacks required content: {error!r}") from error
+        raise _damaged(f"lacks required content: {error!r}") from error
     if problem := untrusted.paths_problem(manifest.files) or untrusted.paths_problem(manifest.parts):
-        raise DamagedCheckpointError(f"{MANIFEST} names {problem}")
+        raise _damaged(f"names {problem}")
     if unknown := {name for names in manifest.parts.values() for name in names} - set(manifest.files):
-        raise DamagedCheckpointError(f"{MANIFEST} gives no size and digest of {min(unknown)!r}")
+        raise _damaged(f"gives no size and digest of {min(unknown)!r}")
     return manifest
 
 
@@ -189,17 +189,19 @@ def _own_entry(digest: str) -> str:
     return f'"manifest_sha256": "{digest}"'
 
 
+def _damaged(what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(damages=[Damage(MANIFEST, "content", f"{MANIFEST} {what}")])
+
+
 def _content(folder: Path) -> dict[str, Any]:
     try:
         if problem := untrusted.file_kind_problem(folder, MANIFEST):
-            raise DamagedCheckpointError(f"{MANIFEST} {problem}")
+            raise _damaged(problem)
         return _parsed(folder / MANIFEST)
     except FileNotFoundError:
-        raise DamagedCheckpointError(
-            f"{MANIFEST} is missing, so it is incomplete or was written by another program"
-        ) from None
+        raise _damaged("is missing, so it is incomplete or was written by another program") from None
     except OSError as error:
-        raise DamagedCheckpointError(f"{MANIFEST} cannot be read: {error.strerror}") from error
+        raise _damaged(f"cannot be read: {error.strerror}") from error
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -213,15 +215,12 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    changed = f"{MANIFEST} was changed after it was written: its content does not match its digest"
     try:
         content = untrusted.parse_json(raw.decode())
     except (CheckpointError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(f"{MANIFEST} is no valid JSON: {error}") from error
+        raise _damaged(f"is no valid JSON: {error}") from error
     own = content.get("manifest_sha256") if isinstance(content, dict) else None
-    if not isinstance(own, str):
-        raise DamagedCheckpointError(changed)
-    blank = raw.replace(_own_entry(own).encode(), _own_entry(_BLANK).encode(), 1)
-    if hashlib.sha256(blank).hexdigest() != own:
-        raise DamagedCheckpointError(changed)
+    blank = raw.replace(_own_entry(str(own)).encode(), _own_entry(_BLANK).encode(), 1)
+    if not isinstance(own, str) or hashlib.sha256(blank).hexdigest() != own:
+        raise _damaged("was changed after it was written: its content does not match its digest")
     return content

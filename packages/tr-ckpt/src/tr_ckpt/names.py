@@ -45,6 +45,11 @@ def shard_name(part: str, rank: int) -> str:
     return f"{part}-shard-{rank}.safetensors"
 
 
+def is_shard(file: str) -> bool:
+    """Whether a file has such a name."""
+    return re.search(r"-shard-[0-9]+\.safetensors$", file) is not None
+
+
 _PROC = Path("/proc")  # Linux only; other systems give less information
 
 

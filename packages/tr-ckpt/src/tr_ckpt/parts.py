@@ -1,4 +1,4 @@
-"""Capture, write and read one part of a checkpoint: `NAME.json`, and `NAME.safetensors` if it holds tensors.
+"""Capture and write one part of a checkpoint: `NAME.json`, and `NAME.safetensors` if it holds tensors.
 
 A part on its way to the disk, or back:
 
@@ -24,14 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
-from tr_ckpt import codec, files, names, reads, tensor_file, untrusted
-from tr_ckpt.errors import CheckpointError, UnreadableError
+from tr_ckpt import codec, files, names, tensor_file, untrusted
+from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord, Unsynced
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
-from tr_ckpt.sharded import reading
-from tr_ckpt.sharded.reading import Layout
-from tr_ckpt.tensor_file import is_distributed, may_exist
+from tr_ckpt.tensor_file import is_distributed
 
 _Kind = tuple[torch.dtype, int, bool]
 
@@ -244,76 +242,9 @@ def encode(name: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
     return text.encode(), encoder.tensors
 
 
-def read(folder: Path, name: str, rank: int) -> Any:
-    """Return the state of a part, its tensors in host memory. Verify its files first.
-
-    Raises:
-        CheckpointError: its files are not in the format of this version's `write`.
-    """
-    encoded = read_json(folder / f"{stem(name, rank)}.json")
-    path = folder / f"{stem(name, rank)}.safetensors"
-    tensors = tensor_file.read(path) if reads.is_there(path) else {}
-
-    def tensor(name: str) -> torch.Tensor:
-        if name not in tensors:
-            raise CheckpointError(f"the tensor {name!r} is not in {path.name}")
-        return tensors[name]
-
-    try:
-        return codec.decode(encoded, tensor)
-    except (CheckpointError, RecursionError) as error:
-        raise CheckpointError(f"{stem(name, rank)}.json: {error}") from error
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a part's JSON file.
-
-    Raises:
-        CheckpointError: it is not strict JSON.
-        UnreadableError: it cannot be read.
-    """
-    untrusted.require_regular_file(path)
-    try:
-        return untrusted.read_json(path)
-    except UnreadableError:
-        raise
-    except (OSError, CheckpointError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
-
-
-def read_part(folder: Path, part: str, rank: int, described: Manifest, layout: Layout | None) -> Any:
-    """Return the state of a part, its tensors in host memory; of a DTensor this rank's shards only. Not collective.
-
-    Args:
-        folder: the checkpoint.
-        part: its name.
-        rank: number of this process.
-        described: the checkpoint's manifest.
-        layout: how the state is distributed over the ranks; None or an empty one if it is not.
-
-    Raises:
-        CheckpointError: its files are not in the format of a save, or do not fit `layout`.
-    """
-    owned = described.parts[part]
-    if part not in PER_RANK and (names.index_name(part) in owned or layout):
-        return reading.read(folder, part, owned, read_json(folder / f"{part}.json"), layout or Layout())
-    return read(folder, part, rank)
-
-
 def in_shards(described: Manifest) -> set[str]:
     """Return the parts that were saved in shards."""
     return {part for part, owned in described.parts.items() if names.index_name(part) in owned}
-
-
-def may_have_layout(target: Any) -> bool:
-    """Whether `target` holds DTensors, or says itself how its tensors are distributed."""
-    if not may_exist():
-        return False
-    if isinstance(target, torch.nn.Module):
-        return any(map(is_distributed, (*target.parameters(), *target.buffers())))
-    if isinstance(target, torch.optim.Optimizer):
-        return any(is_distributed(parameter) for group in target.param_groups for parameter in group["params"])
-    return hasattr(target, "tensor_layout")
 
 
 def files_to_verify(described: Manifest, targets: Iterable[str], rank: int, world_size: int) -> list[str]:

@@ -26,7 +26,26 @@ T = TypeVar("T")
 # How often ranks hear of each other while they work for long.
 HEAR_EVERY_S = 5.0
 
-_UNREADABLE = f"{UnreadableError.__name__}: "
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed, in a form that can be sent to the others.
+
+    Attributes:
+        text: the error, with its kind.
+        unread: the error's own text, where a file could not be read; otherwise None.
+    """
+
+    text: str
+    unread: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Return that of an error."""
+        try:
+            return cls(f"{type(error).__name__}: {error}", str(error) if isinstance(error, UnreadableError) else None)
+        except Exception:  # the user's own class: report the failure to the other ranks also without its text
+            return cls(f"{type(error).__name__}, whose text cannot be shown")
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ class Ranks:
             if not any(result is _Busy.WORKS for _, (result, _) in answers):
                 return self._answered(what, answers, error, failure)
 
-    def _told(self, work: Callable[[], Any]) -> tuple[list[tuple[int, tuple[Any, str | None]]], Exception | None]:
+    def _told(self, work: Callable[[], Any]) -> tuple[list[tuple[int, tuple[Any, Failure | None]]], Exception | None]:
         """Run `work`, and return what came of it on every process of the run, and its error on this one. Collective."""
         error: Exception | None = None
         result: Any = None
@@ -119,18 +138,19 @@ class Ranks:
             result = work()
         except Exception as caught:
             error = caught
-        return self._everywhere((result, None if error is None else _error_text(error))), error
+        return self._everywhere((result, None if error is None else Failure.of(error))), error
 
     def _answered(self, what: str, answers: Any, error: Exception | None, failure: type[Exception]) -> list[Any]:
         """Return the results of this group; raise if a process of the run has failed."""
-        failed = [(rank, text) for rank, (_, (_, text)) in enumerate(answers) if text is not None]
-        if failure is CheckpointError and self.total > 1 and all(text.startswith(_UNREADABLE) for _, text in failed):
-            failed = [(rank, text.removeprefix(_UNREADABLE)) for rank, text in failed]
-            error, failure = None, UnreadableError
+        failed = {rank: failed for rank, (_, (_, failed)) in enumerate(answers) if failed is not None}
+        texts = {rank: each.text for rank, each in failed.items()}
+        unread = {rank: each.unread for rank, each in failed.items() if each.unread is not None}
+        if failure is CheckpointError and self.total > 1 and len(unread) == len(failed):
+            texts, error, failure = unread, None, UnreadableError
         if error is not None:
             raise error
-        if failed:
-            raise failure(f"{what}: {'; '.join(f'rank {rank}: {text}' for rank, text in failed)}")
+        if texts:
+            raise failure(f"{what}: {'; '.join(f'rank {rank}: {text}' for rank, text in texts.items())}")
         return [answer for group, (answer, _) in answers if group == self._group]
 
     @property
@@ -172,13 +192,6 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 def is_done(future: Future[Any], within_s: float) -> bool:
     """Wait for a result for at most `within_s`, and return whether there is one."""
     return bool(wait([future], within_s).done)
-
-
-def _error_text(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the user's own class: report the failure to the other ranks also without its text
-        return f"{type(error).__name__}, whose text cannot be shown"
 
 
 logger = logging.getLogger(__name__)

@@ -6,28 +6,30 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, manifest, parts, reads
+from tr_ckpt import discovery, manifest, names, parts, reads
 from tr_ckpt import ranks as nodes
 from tr_ckpt.discovery import Age, Found
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
+from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError, UnreadableError
 from tr_ckpt.hf_import import conversion
 from tr_ckpt.hf_import.fitting import fit
+from tr_ckpt.layout import Layout, layout_of, may_have_layout
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
 from tr_ckpt.ranks import Ranks
-from tr_ckpt.sharded.reading import Layout, layout_of
+from tr_ckpt.reader import CheckpointReader
+from tr_log.formatting import printable
 
 logger = logging.getLogger(__name__)
 
-# A rank's result of reading: the step and None, or None and the damage in words.
-Answer = tuple[int, str | None]
+# A rank's result of reading: the step, and what is wrong.
+Answer = tuple[int, tuple[Damage, ...]]
 
-_REMOVED = "it was removed while it was being read"
+_GONE = Damage("", "gone", "it was removed while it was being read")
 
 # Larger checkpoints take long to read, so the start is logged.
 LONG_READ_BYTES = 500_000_000
@@ -118,7 +120,7 @@ class Restoring:
                     self._name_later(found, fresh)
                     return step
                 except DamagedCheckpointError as error:
-                    self._skipped.append(str(error).removeprefix(os.path.join(found.path.parent, "")))
+                    self._skipped.append(f"{found.path.name}: {_said(error.damages)}")
                     if self._ranks.rank == 0:
                         logger.warning("skipped %s", self._skipped[-1])
             tried.update(found.name for found in fresh)
@@ -157,7 +159,7 @@ class Restoring:
                 return self._load(named)
             except DamagedCheckpointError as error:
                 # Only for files that people edit; for others the hint would advise to accept damage.
-                is_text = ".json " in str(error)
+                is_text = any(damage.file.endswith(".json") for damage in error.damages)
                 hint = f"; a change on purpose is accepted by `trainer ckpt seal {source}`" if is_text else ""
                 raise DamagedCheckpointError(
                     f"{error} — give another checkpoint, or {source.parent} for the newest valid one in it{hint}"
@@ -179,10 +181,10 @@ class Restoring:
         what = f"{found.path} was not restored"
         states: dict[str, Any] = {}
         answers = self._read_alike(found, states)
-        found_here = [damage for _, damage in answers if damage]
+        found_here = [damage for _, damages in answers for damage in damages]
         everywhere = [damage for machine in self._ranks.across(found_here) for damage in machine]
-        if damages := dict.fromkeys(everywhere):  # most ranks report the same
-            raise DamagedCheckpointError(f"{found.path}: {'; '.join(damages)}")
+        if damages := tuple(dict.fromkeys(everywhere)):  # most ranks report the same
+            raise DamagedCheckpointError(f"{found.path}: {_said(damages)}", damages)
         self._ranks.together(what, lambda: self._hand_out(found.path, states), failure=CheckpointError)
         self._loaded = self._read_last
         self._taken = answers[0][0], found.path
@@ -214,7 +216,7 @@ class Restoring:
 
     def _take_layouts(self, found: Found, what: str) -> None:
         """Take the layouts of the targets before any rank reads, as a `state_dict` may be collective. Collective."""
-        wanted = {part for part, target in self._targets.items() if parts.may_have_layout(target)}
+        wanted = {part for part, target in self._targets.items() if may_have_layout(target)}
         if self._ranks.total > 1:
             # Rank 0 decides: a rank that sees damage must not keep the others waiting in a `state_dict`.
             given = self._ranks.together(what, lambda: self._saved_in_shards(found), failure=CheckpointError)[0]
@@ -250,17 +252,17 @@ class Restoring:
     def _read(self, found: Found, states: dict[str, Any]) -> Answer:
         try:
             if not discovery.is_foreign(found.path):
-                return self._read_own(found, states), None
+                return self._read_own(found, states), ()
             with contextlib.suppress(DamagedCheckpointError):  # counts only if the second read finds it too
-                return self._take_over(found, states), None
-            return self._take_over(found, states), None
+                return self._take_over(found, states), ()
+            return self._take_over(found, states), ()
         except UnreadableError:
             raise
         except CheckpointError as error:
             if not reads.is_folder(found.path):
-                return -1, _REMOVED
+                return -1, (_GONE,)
             if isinstance(error, DamagedCheckpointError):
-                return -1, str(error)
+                return -1, error.damages
             raise CheckpointError(f"{found.path}: {error}") from error
 
     def _take_over(self, found: Found, states: dict[str, Any]) -> int:
@@ -272,8 +274,10 @@ class Restoring:
         for part, target in self._targets.items():
             if self._is_saved(part, described):
                 if part in parts.in_shards(described) and part not in self._layouts:
-                    raise DamagedCheckpointError(f"{MANIFEST} was not the same when it was read again")
-                state = parts.read_part(found.path, part, self._ranks.number, described, self._layouts.get(part))
+                    text = f"{MANIFEST} was not the same when it was read again"
+                    raise DamagedCheckpointError(damages=[Damage(MANIFEST, "content", text)])
+                with CheckpointReader(found.path, described.parts) as reader:
+                    state = reader.state(part, self._ranks.number, self._layouts.get(part))
                 states[part] = fit(part, state, target) if conversion.NOTE in described.files else state
         self._read_last = found, (described.sequence, described.step)
         return described.step
@@ -362,14 +366,18 @@ def _is_checkpoint(source: Path, prefix: str) -> bool:
     return is_foreign or reads.is_there(source / MANIFEST)
 
 
+def _said(damages: Iterable[Damage]) -> str:
+    return printable("; ".join(damage.text for damage in damages), lines=True)
+
+
 def _contradictions(answers: list[Answer]) -> list[str]:
     """Return where ranks disagree with the first rank of their machine about a file that both read."""
-    first, *others = [damage for _, damage in answers]
-    if first is None:  # it read all files but the shards, each of which one rank reads
+    first, *others = [damages for _, damages in answers]
+    if not first:  # it read all files but the shards, each of which one rank reads
         return [
-            f"{damage} on rank {rank} alone"
-            for rank, damage in enumerate(others, start=1)
-            if damage and any("-shard-" not in each.split(" ")[0] for each in damage.split("; "))
+            f"{_said(damages)} on rank {rank} alone"
+            for rank, damages in enumerate(others, start=1)
+            if any(not names.is_shard(damage.file) for damage in damages)
         ]
-    of_all = first == _REMOVED or first.startswith(MANIFEST)
-    return [f"{first} on rank 0, and not on rank {others.index(None) + 1}"] if of_all and None in others else []
+    of_all = any(damage.kind == "gone" or damage.file == MANIFEST for damage in first)
+    return [f"{_said(first)} on rank 0, and not on rank {others.index(()) + 1}"] if of_all and () in others else []

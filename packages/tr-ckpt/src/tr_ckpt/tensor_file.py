@@ -48,6 +48,18 @@ _NAMES = {
 MOST_BYTES_OF_HEADER = 100_000_000
 
 DTYPES = {getattr(torch, name): code for name, code in _NAMES.items() if name in vars(torch)}
+_DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
+
+
+def dtype_of(code: str) -> torch.dtype:
+    """Return the dtype of one of safetensors' codes.
+
+    Raises:
+        CheckpointError: this version of torch has none.
+    """
+    if code not in _DTYPE_OF:
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {code!r}; a newer one wrote it")
+    return _DTYPE_OF[code]
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], unsynced: Unsynced | None = None) -> FileRecord:
@@ -239,17 +251,3 @@ def identity(tensor: torch.Tensor) -> Hashable:
         tensor.is_conj(),
         tensor.is_neg(),
     )
-
-
-def require_distributed() -> None:
-    """Refuse a build of torch that cannot read and write shards.
-
-    Raises:
-        CheckpointError: torch has no distributed package.
-    """
-    import torch.distributed
-
-    if not torch.distributed.is_available():
-        raise CheckpointError(
-            "state in shards needs torch.distributed, which this build of torch lacks; install one that has it"
-        )

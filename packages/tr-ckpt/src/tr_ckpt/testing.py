@@ -18,10 +18,11 @@ from tr_ckpt import (
     files,
     folder_lock,
     manifest,
-    part_files,
     parts,
     rank_records,
+    reader,
     reads,
+    shard_index,
     tensor_file,
     untrusted,
 )
@@ -32,7 +33,7 @@ from tr_ckpt.hf_import import state_files, trainer_files
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.names import MANIFEST, Process, this_process
-from tr_ckpt.sharded import shard_index
+from tr_ckpt.reader import CheckpointReader
 from tr_ckpt.sharded.exporting import config_with_dtype
 
 __all__ = [
@@ -137,7 +138,7 @@ def verified(directory: Path) -> list[tuple[int, int]]:
     for found in discovery.find(directory, "checkpoint"):
         with contextlib.suppress(CheckpointError):
             described = discovery.check_quickly(found)
-            part_files.verify(found.path, described)
+            reader.verify(found.path, described)
             ages.append((described.sequence, described.step))
     return ages
 
@@ -160,7 +161,8 @@ def write_part(folder: Path, name: str, state: Any) -> None:
 
 def read_part(folder: Path, name: str) -> Any:
     """Read the state of one part, as a restore of one process does; it can be saved again."""
-    state = parts.read(folder, name, 0)
+    with CheckpointReader(folder, {name: reads.names_in(folder)}) as opened:
+        state = opened.state(name)
     parts.encode(name, state)
     return state
 
@@ -175,7 +177,8 @@ def read_manifest(folder: Path) -> list[str]:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file, in each of the ways in which one is read."""
-    shard_index.of_plain_file(path)
+    with CheckpointReader(path.parent, {path.stem: [path.name]}) as opened:
+        opened.index(path.stem)
     tensor_file.check(path)
     return tensor_file.read(path)
 
@@ -225,7 +228,7 @@ def compare_state(path: Path, other: Any) -> list[Any]:
         CheckpointError: also where it is nested too deeply.
     """
     try:
-        return list(compare_values(parts.read_json(path), other, "state"))
+        return list(compare_values(CheckpointReader(path.parent, {}).encoded(path.stem), other, "state"))
     except RecursionError as error:  # as the command says it
         raise CheckpointError("nested too deeply") from error
 

@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,15 +17,17 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import files, names, parts
+from tr_ckpt import files, names
 from tr_ckpt.command import selection
 from tr_ckpt.command.selection import Entry
 from tr_ckpt.command.terminal import Progress, say, shorten, terminal_width
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
-from tr_ckpt.sharded import reading
-from tr_ckpt.sharded.reading import SlicedFiles
-from tr_ckpt.sharded.shard_index import Index, SavedTensor
+from tr_ckpt.reader import CheckpointReader
+from tr_ckpt.shard_index import Index, SavedTensor
+
+# A checkpoint, and where the tensors of a state in it are.
+Opened = tuple[CheckpointReader, Index]
 
 _ONLY_IN = {True: "only in A", False: "only in B"}
 
@@ -166,16 +167,22 @@ class _Reader:
             if file not in mine or file not in theirs:
                 result.values.append(f"{stem}: {_ONLY_IN[file in mine]}")
                 continue
-            result.values += self._compare_json(file, stem)
-            self._compare_tensors(result, stem, mine, theirs)
+            with (
+                CheckpointReader(self.first, {name: mine}) as one,
+                CheckpointReader(self.second, {name: theirs}) as other,
+            ):
+                result.values += _differing(one.encoded(stem), other.encoded(stem), stem, self.wanted)
+                self._compare_tensors(result, stem, (one, one.index(name, stem)), (other, other.index(name, stem)))
         return result
 
     def compare_file(self, name: str, in_first: bool, in_second: bool) -> Comparison:
         if not (in_first and in_second):
             return Comparison(name, [f"{name}: {_ONLY_IN[in_first]}"])
         if name.endswith(".json"):
+            one, other = (CheckpointReader(folder, {}) for folder in (self.first, self.second))
+            stem = name.removesuffix(".json")
             try:
-                return Comparison(name, self._compare_json(name, name))
+                return Comparison(name, _differing(one.encoded(stem), other.encoded(stem), name, self.wanted))
             except CheckpointError:
                 pass  # not strict JSON: compared as bytes
         one, other = (files.record(folder / name) for folder in (self.first, self.second))
@@ -184,21 +191,16 @@ class _Reader:
         text = "other bytes" if one.bytes == other.bytes else f"{one.bytes:,} bytes -> {other.bytes:,} bytes"
         return Comparison(name, [f"{name}: {text}"])
 
-    def _compare_json(self, file: str, place: str) -> list[str]:
-        one, other = (parts.read_json(folder / file) for folder in (self.first, self.second))
-        return _differing(one, other, place, self.wanted)
-
-    def _compare_tensors(self, result: Comparison, stem: str, mine: list[str], theirs: list[str]) -> None:
-        with _opened(self.first, stem, mine) as one, _opened(self.second, stem, theirs) as other:
-            for name in sorted({*one.index, *other.index}):
-                place = f"{stem}.{name}"
-                if not self.wanted(place):
-                    continue
-                result.compared += 1
-                self.progress.begin(place)
-                if difference := _compare(one, other, name):
-                    result.tensors.append(f"{place}: {difference}")
-                self.progress.advance(one.size_bytes(name) + other.size_bytes(name))
+    def _compare_tensors(self, result: Comparison, stem: str, one: Opened, other: Opened) -> None:
+        for name in sorted({*one[1], *other[1]}):
+            place = f"{stem}.{name}"
+            if not self.wanted(place):
+                continue
+            result.compared += 1
+            self.progress.begin(place)
+            if difference := _compare(one, other, name):
+                result.tensors.append(f"{place}: {difference}")
+            self.progress.advance(sum(index[name].size_bytes for _, index in (one, other) if name in index))
 
 
 def _stems(of_part: list[str]) -> list[str]:
@@ -206,55 +208,15 @@ def _stems(of_part: list[str]) -> list[str]:
     return [file.removesuffix(".json") for file in states]
 
 
-@dataclass(frozen=True)
-class SavedTensors:
-    """The tensors of a part.
-
-    Attributes:
-        index: their locations.
-        opened: the files that hold them.
-    """
-
-    index: Index
-    opened: SlicedFiles
-
-    def load(self, name: str) -> torch.Tensor:
-        """Return a tensor: a view of its file if it is contiguous there, otherwise assembled in memory.
-
-        Raises:
-            CheckpointError: its file does not hold it.
-        """
-        saved = self.index[name]
-        if len(saved.chunks) == 1:
-            [chunk] = saved.chunks
-            return self.opened.slice(name, chunk, (0,) * len(chunk.size), chunk.size)
-        whole = torch.empty(saved.shape, dtype=saved.dtype)
-        for chunk in saved.chunks:
-            box = tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.size, strict=True))
-            whole[box] = self.opened.slice(name, chunk, (0,) * len(chunk.size), chunk.size)
-        return whole
-
-    def size_bytes(self, name: str) -> int:
-        """Return how many bytes a tensor has; 0 if no tensor has that name."""
-        saved = self.index.get(name)
-        return 0 if saved is None else math.prod(saved.shape) * saved.dtype.itemsize
-
-
-@contextmanager
-def _opened(folder: Path, stem: str, of_part: Sequence[str]) -> Iterator[SavedTensors]:
-    with SlicedFiles(folder) as opened:
-        yield SavedTensors(reading.read_index(folder, stem, of_part), opened)
-
-
-def _compare(first: SavedTensors, second: SavedTensors, name: str) -> str:
+def _compare(first: Opened, second: Opened, name: str) -> str:
     """Return how a tensor differs, in words; empty if all its bits are the same."""
-    one, other = first.index.get(name), second.index.get(name)
+    one, other = first[1].get(name), second[1].get(name)
     if one is None or other is None:
         return f"{_ONLY_IN[one is not None]}: {_kind(one or other)}"
     if _kind(one) != _kind(other):
         return f"{_kind(one)} -> {_kind(other)}"
     changed, gaps = 0, []
-    for mine, theirs in _blocks(first.load(name), second.load(name)):
+    for mine, theirs in _blocks(first[0].tensor(name, one), second[0].tensor(name, other)):
         bits, other_bits = (tensor.view(_BITS[tensor.element_size()]) for tensor in (mine, theirs))
         differing = bits != other_bits
         if count := int(differing.sum()):

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, names, part_files, reads
+from tr_ckpt import discovery, names, reader, reads
 from tr_ckpt.command import selection
 from tr_ckpt.command.selection import COMPLETE, DAMAGED, UNREADABLE, Entry
 from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, terminal_width
-from tr_ckpt.errors import UnreadableError
+from tr_ckpt.errors import Damage, UnreadableError
 from tr_ckpt.files import BLOCK_BYTES
 from tr_ckpt.manifest import Manifest
 from tr_log.formatting import printable, size
@@ -236,21 +236,25 @@ def _verify_if_readable(entry: Entry, progress: Progress) -> Entry:
 def _verify(entry: Entry, progress: Progress) -> Entry:
     described = entry.described
     if entry.condition == COMPLETE and described is not None:
-        damages = []
+        damages: list[Damage] = []
         for name in described.files:
             progress.begin(f"{entry.found.name}/{name}")
             damages += _damage(entry.found.path, described, name, progress)
         if damages:
-            return replace(entry, condition=DAMAGED, problem="; ".join(damages))
-        if problems := part_files.problems(entry.found.path, described):
-            return replace(entry, condition=UNREADABLE, problem="; ".join(problems))
+            return replace(entry, condition=DAMAGED, problem=_said(damages))
+        if problems := reader.problems(entry.found.path, described):
+            return replace(entry, condition=UNREADABLE, problem=_said(problems))
     elif entry.condition == DAMAGED and described is not None:  # sizes were wrong: the content may be wrong too
         damages = discovery.damages(entry.found.path, described, list(described.files))
-        return replace(entry, problem="; ".join(damages) or entry.problem)
+        return replace(entry, problem=_said(damages) or entry.problem)
     return entry
 
 
-def _damage(folder: Path, described: Manifest, name: str, progress: Progress) -> list[str]:
+def _said(damages: list[Damage]) -> str:
+    return "; ".join(damage.text for damage in damages)
+
+
+def _damage(folder: Path, described: Manifest, name: str, progress: Progress) -> list[Damage]:
     digest = hashlib.sha256()
     try:
         for block in reads.blocks(folder / name, BLOCK_BYTES):

@@ -163,8 +163,8 @@ def run_seal(arguments: argparse.Namespace) -> int:
     other = [name for name, record in now.items() if record != described.files[name]]
     _check_readable(folder, other)
     say(f"{folder}, step {described.step}:")
-    for line in changed:
-        say(f"  {line}")
+    for damage in changed:
+        say(f"  {damage.text}")
     if not arguments.yes and not _confirmed("accept it as it is now?", "nothing was written"):
         return 0
     held = {name: now[name] if name in other else described.files[name] for name in now}

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, files, manifest, names, part_files, staging, untrusted
+from tr_ckpt import discovery, files, manifest, names, reader, staging, untrusted
 from tr_ckpt.discovery import Found
-from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, PushError
+from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError, PushError
 from tr_ckpt.hub.hub_callback import LAST
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.manifest import Manifest
@@ -304,7 +304,7 @@ def _download(commit: Commit, name: str, into: Path) -> Path:
     described = manifest.read(folder)
     check_sizes(commit, name, described)  # before the large files are downloaded
     commit.download(f"{name}/*", listed, into)
-    part_files.verify(folder, discovery.check_quickly(Found(None, name, folder)))
+    reader.verify(folder, discovery.check_quickly(Found(None, name, folder)))
     return folder
 
 
@@ -318,9 +318,9 @@ def check_sizes(commit: Commit, name: str, described: Manifest) -> None:
     for file, record in described.files.items():
         size = commit.sizes.get(f"{name}/{file}")
         if size is None:
-            wrong.append(f"{file} is missing")
+            wrong.append(Damage(file, "content", f"{file} is missing"))
         elif size != record.bytes:
-            wrong.append(f"{file} has {size:,} bytes in place of {record.bytes:,}")
+            wrong.append(Damage(file, "content", f"{file} has {size:,} bytes in place of {record.bytes:,}"))
     discovery.raise_if_damaged(wrong)
 
 

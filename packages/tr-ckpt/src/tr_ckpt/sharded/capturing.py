@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import files, names, parts, tensor_file, untrusted
+from tr_ckpt import files, names, parts, shard_index, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord, Unsynced
 from tr_ckpt.parts import CapturedPart, HostBuffers
-from tr_ckpt.sharded import shard_index
-from tr_ckpt.sharded.shard_index import Chunk, Index, SavedTensor
+from tr_ckpt.shard_index import Chunk, Index, SavedTensor
 from tr_ckpt.tensor_file import is_distributed
 
 # Dtype and global shape of a tensor, and whether it is a DTensor.
@@ -121,7 +120,6 @@ def assign(part: str, tensors: Mapping[str, torch.Tensor], rank: int, shares: Se
 
 
 def _planner(tensors: Mapping[str, torch.Tensor], rank: int) -> Any:
-    tensor_file.require_distributed()
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     mine = {name: tensor for name, tensor in tensors.items() if rank == 0 or is_distributed(tensor)}

@@ -6,7 +6,6 @@ The weights can be converted to another floating-point dtype. The exported confi
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,8 @@ from tr_ckpt import discovery, files, folder_lock, names, reads, staging, tensor
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
-from tr_ckpt.sharded import reading
-from tr_ckpt.sharded.shard_index import Index, SavedTensor
+from tr_ckpt.reader import CheckpointReader
+from tr_ckpt.shard_index import Index
 
 # The names of the dtype in a configuration; the second is the older one.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -112,8 +111,7 @@ def export(
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes} holds no tensor; give 1 or more, or None")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is no empty folder; give another")
-    tensor_file.require_distributed()
-    described, index = _checked(source, part)
+    described = _checked(source, part)
     folder_lock.begin_beating()
     for left in staging.cut_short(target.parent, "writing", target.name):
         staging.discard(left)
@@ -123,7 +121,8 @@ def export(
         files.fsync_parents(target.parent)
         files.make_folder(folder)
         _copy(source, described.extra_files(), folder, dtype)
-        _write_tensors(source, index, folder, dtype, max_shard_bytes)
+        with CheckpointReader(source, described.parts) as reader:
+            _write_tensors(reader, part, folder, dtype, max_shard_bytes)
         files.sync_folder(folder)
         if target.exists():
             files.remove_folder(target)
@@ -138,19 +137,19 @@ def export(
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def _checked(source: Path, part: str) -> tuple[Manifest, Index]:
+def _checked(source: Path, part: str) -> Manifest:
     try:
         described = discovery.check_quickly(Found(None, source.name, source))
         if part not in described.parts:
             raise CheckpointError(f"there is no {part!r} in it, only {', '.join(sorted(described.parts))}")
         wanted = [*described.parts[part], *described.extra_files()]
         discovery.raise_if_damaged(discovery.damages(source, described, wanted))
-        index = reading.read_index(source, part, described.parts[part])
+        with CheckpointReader(source, described.parts) as reader:
+            if not reader.index(part):
+                raise CheckpointError(f"the part {part!r} holds no tensors")
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
-    if not index:
-        raise CheckpointError(f"{source}: the part {part!r} holds no tensors")
-    return described, index
+    return described
 
 
 def _copy(source: Path, extra: list[str], folder: Path, dtype: torch.dtype | None) -> None:
@@ -169,26 +168,26 @@ def _copy(source: Path, extra: list[str], folder: Path, dtype: torch.dtype | Non
 
 
 def _write_tensors(
-    source: Path, index: Index, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int | None
+    reader: CheckpointReader, part: str, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int | None
 ) -> None:
+    index = reader.index(part)
     becoming = {
         name: replace(saved, dtype=dtype if dtype is not None and saved.dtype.is_floating_point else saved.dtype)
         for name, saved in index.items()
     }
     shards = list(_shards(becoming, max_shard_bytes))
     placed: dict[str, str] = {}
-    with reading.SlicedFiles(source) as opened:
-        for number, shard in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            empty = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in shard.items()}
-            tensor_file.write_each(
-                folder / file,
-                empty,
-                lambda name: convert_dtype(name, reading.whole(name, index[name], opened), becoming[name].dtype),
-            )
-            placed |= dict.fromkeys(shard, file)
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        empty = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in shard.items()}
+        tensor_file.write_each(
+            folder / file,
+            empty,
+            lambda name: convert_dtype(name, reader.tensor(name, index[name]), becoming[name].dtype),
+        )
+        placed |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        total = sum(_bytes(saved) for saved in becoming.values())
+        total = sum(saved.size_bytes for saved in becoming.values())
         content = {"metadata": {"total_size": total}, "weight_map": placed}
         files.write_file(folder / INDEX, [json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"])
 
@@ -198,14 +197,10 @@ def _shards(index: Index, max_bytes: int | None) -> Iterator[Index]:
     lot: Index = {}
     filled = 0
     for name, saved in index.items():
-        size = _bytes(saved)
+        size = saved.size_bytes
         if lot and max_bytes is not None and filled + size > max_bytes:
             yield lot
             lot, filled = {}, 0
         lot[name] = saved
         filled += size
     yield lot
-
-
-def _bytes(saved: SavedTensor) -> int:
-    return math.prod(saved.shape) * saved.dtype.itemsize

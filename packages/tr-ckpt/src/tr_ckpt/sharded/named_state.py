@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tr_ckpt.errors import CheckpointError
-from tr_ckpt.sharded.reading import Layout, layout_of, optimizer_layout
+from tr_ckpt.layout import Layout, layout_of, optimizer_layout
 
 # Components of a parameter's name that a wrapper adds: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})

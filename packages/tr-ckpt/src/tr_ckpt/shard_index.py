@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from tr_ckpt import reads, untrusted
 from tr_ckpt.errors import CheckpointError, UnreadableError
-from tr_ckpt.tensor_file import DTYPES
+from tr_ckpt.tensor_file import DTYPES, dtype_of
 
 # Offset and length of a box, one number a dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -74,8 +73,6 @@ _READ = (1, FORMAT)
 # A chunk takes at least so many bytes of the header of its file.
 _LEAST_ENTRY_BYTES = 40
 
-_DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -107,6 +104,11 @@ class SavedTensor:
     shape: tuple[int, ...]
     distributed: bool | None
     chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes its numbers take."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Index = dict[str, SavedTensor]
@@ -209,36 +211,13 @@ class _Room:
                 raise CheckpointError(f"it places {size:,} bytes in {file}, which has {held:,}")
 
 
-def of_plain_file(path: Path) -> Index:
-    """Return the index of a part that was saved whole, from its safetensors file; empty if it has none.
-
-    Raises:
-        CheckpointError: it is not a valid safetensors file.
-        UnreadableError: it cannot be read.
-    """
-    if not reads.is_there(path):
-        return {}
-    untrusted.require_regular_file(path)
-    index: Index = {}
-    try:
-        with reads.tensors(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                view = file.get_slice(name)
-                shape = tuple(view.get_shape())
-                chunks = (Chunk(path.name, (0,) * len(shape), shape),) if math.prod(shape) else ()
-                index[name] = SavedTensor(_dtype(view.get_dtype()), shape, None, chunks)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from error
-    return index
-
-
 def _tensor(name: str, entry: dict[str, Any], files: Collection[str], listed: Sequence[str]) -> SavedTensor:
     shape = _numbers(entry["shape"])
     chunks = _cells(name, shape, entry, listed) if "box" in entry else _listed_chunks(name, shape, entry["chunks"])
     for chunk in chunks:
         if chunk.file not in files:
             raise CheckpointError(f"it places a chunk of {name!r} in {chunk.file!r}, which is no file of this part")
-    return SavedTensor(_dtype(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
+    return SavedTensor(dtype_of(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
 
 
 def _cells(name: str, shape: tuple[int, ...], entry: dict[str, Any], listed: Sequence[str]) -> list[Chunk]:
@@ -271,9 +250,3 @@ def _numbers(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(number) is int and 0 <= number < 2**63 for number in given):
         raise CheckpointError(f"{given!r:.80} is no list of lengths")
     return tuple(given)
-
-
-def _dtype(code: str) -> torch.dtype:
-    if code not in _DTYPE_OF:
-        raise CheckpointError(f"torch {torch.__version__} has no dtype {code!r}; a newer one wrote it")
-    return _DTYPE_OF[code]
