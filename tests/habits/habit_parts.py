@@ -1,5 +1,6 @@
 """A small model, its data, the loop written by hand that a run is compared with, and callbacks made of functions."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,8 +54,8 @@ def by_hand(model, steps, *, rate=RATE, loss=own_loss, max_norm=None, before=Non
         rate: the learning rate, or what gives it for the number of the step.
         loss: `(model, batch)` → loss.
         max_norm: norm to which gradients are clipped.
-        before: called with the number of the step before it is applied, gradients being there.
-        after: called with the number of steps made.
+        before: called with the number of the step and the model before it is applied, gradients being there.
+        after: called with the number of steps made and the model.
     """
     seen = []
     for number, step in enumerate(steps):
@@ -68,14 +69,41 @@ def by_hand(model, steps, *, rate=RATE, loss=own_loss, max_norm=None, before=Non
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         if before is not None:
-            before(number)
+            before(number, model)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter -= (rate(number) if callable(rate) else rate) * parameter.grad
         if after is not None:
-            after(number + 1)
+            after(number + 1, model)
     return seen
+
+
+def hand(steps=None, *, model=None, first=None, **how):
+    """Return what makes a model and the losses of its loop by hand, which a run is to equal.
+
+    Args:
+        steps: the batches; those of `rows()` by default.
+        model: makes the model.
+        first: called with it before training.
+        how: see `by_hand`.
+    """
+
+    def run():
+        trained = (model or Net)()
+        if first is not None:
+            first(trained)
+        return trained, by_hand(trained, batches(rows()) if steps is None else steps, **how)
+
+    return run
+
+
+def assert_equals(trainer, expected):
+    """Train, and check losses and weights against what `hand` returned."""
+    trainer.train()
+    model, losses = expected()
+    assert logged(trainer) == pytest.approx(losses)
+    assert_same(trainer.model, model)
 
 
 def logged(trainer, name="loss"):

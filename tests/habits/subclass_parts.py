@@ -86,7 +86,7 @@ def run_on(name, kind, make_subclass, folder, *, use, build, parts, changes):
     side = Side(name, folder)
     module = transformers if name == "theirs" else tr_core
     parts = {key: value() if callable(value) and key in MADE else value for key, value in parts.items()}
-    own = record_calls(make_subclass(kind), kind, side)
+    own = record_calls(make_subclass, kind, side)
     arguments = {**ARGUMENTS, "output_dir": str(folder), **changes}
     with warnings.catch_warnings():
         if name == "theirs":
@@ -130,7 +130,8 @@ def run_both(tmp_path, make_subclass, *, use=train, build=construct, classes=Fal
 
     Args:
         tmp_path: a folder.
-        make_subclass: `(Trainer class)` → the subclass; or a pair, of which the second is for ours.
+        make_subclass: a class that is put before the Trainer's; or `(Trainer class)` → the subclass; or a pair of such
+            functions, of which the second is for ours.
         use: what is done with the Trainer; it trains by default.
         build: `(subclass, constructor's arguments)` → the Trainer.
         classes: a model of classes, in place of one of numbers.
@@ -192,13 +193,22 @@ def _plain_entry(entry):
     return {key: value for key, value in entry.items() if not key.endswith(_TIMES) and key != "total_flos"}
 
 
-def record_calls(kind, base, side):
-    """Record each call of the methods that a subclass and its mixins define."""
+def record_calls(make_subclass, base, side):
+    """Make a subclass of `base` and record each call of the methods that it and its mixins define."""
+    if isinstance(make_subclass, type):
+        kind = type(make_subclass.__name__, (make_subclass, base), {})
+        _record(make_subclass, kind, base, side)
+        return kind
+    kind = make_subclass(base)
     for cls in kind.__mro__[: kind.__mro__.index(base)]:
-        for name, value in list(vars(cls).items()):
-            if isinstance(value, types.FunctionType) and not name.startswith("__") and hasattr(base, name):
-                setattr(cls, name, _recording(name, value, side))
+        _record(cls, cls, base, side)
     return kind
+
+
+def _record(defines, into, base, side):
+    for name, value in list(vars(defines).items()):
+        if isinstance(value, types.FunctionType) and not name.startswith("__") and hasattr(base, name):
+            setattr(into, name, _recording(name, value, side))
 
 
 def _recording(name, function, side):

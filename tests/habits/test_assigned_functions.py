@@ -4,9 +4,9 @@ from types import MethodType
 
 import pytest
 import torch
-from habit_parts import Net, assert_same, at_step, batches, by_hand, logged, rows, when
+from habit_parts import Net, at_step, batches, by_hand, logged, rows
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, Subset
 
 from tr_core import Trainer
 
@@ -19,14 +19,6 @@ def loss_of_outputs(outputs, labels):
     return (outputs["logits"] - labels).abs().mean()
 
 
-def test_a_loss_function_set_on_the_trainer_is_the_loss_that_is_trained(make_trainer):
-    trainer, other = make_trainer(), Net()
-    trainer.compute_loss_func = loss_of_outputs
-    trainer.train()
-    assert logged(trainer) == pytest.approx(by_hand(other, batches(rows()), loss=absolute))
-    assert_same(trainer.model, other)
-
-
 def test_a_loss_function_set_by_a_callback_acts_from_the_next_step(make_trainer):
     trainer, other = make_trainer(), Net()
     trainer.add_callback(at_step(2, lambda **_: setattr(trainer, "compute_loss_func", loss_of_outputs)))
@@ -34,34 +26,6 @@ def test_a_loss_function_set_by_a_callback_acts_from_the_next_step(make_trainer)
     steps = batches(rows())
     expected = [*by_hand(other, steps[:2]), *by_hand(other, steps[2:], loss=absolute)]
     assert logged(trainer) == pytest.approx(expected)
-
-
-def test_a_loss_function_taken_away_leaves_the_models_own_loss(make_trainer):
-    trainer, other = make_trainer(compute_loss_func=loss_of_outputs), Net()
-    trainer.compute_loss_func = None
-    trainer.train()
-    assert logged(trainer) == pytest.approx(by_hand(other, batches(rows())))
-
-
-def test_compute_loss_bound_to_the_trainer_acts(make_trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = absolute(model, inputs)
-        return (loss, model(inputs["x"])) if return_outputs else loss
-
-    trainer, other = make_trainer(), Net()
-    trainer.compute_loss = MethodType(compute_loss, trainer)
-    trainer.train()
-    assert logged(trainer) == pytest.approx(by_hand(other, batches(rows()), loss=absolute))
-
-
-def test_compute_loss_that_is_a_plain_function_without_the_count_acts(make_trainer):
-    trainer, other = make_trainer(gradient_accumulation_steps=2, max_steps=2), Net()
-    trainer.compute_loss = lambda model, inputs, return_outputs=False: absolute(model, inputs)
-    trainer.train()
-    first, second, third, fourth = batches(rows())
-    expected = by_hand(other, [[first, second], [third, fourth]], loss=absolute)
-    assert logged(trainer) == pytest.approx(expected)
-    assert_same(trainer.model, other)
 
 
 def test_compute_loss_set_on_the_class_acts_on_trainers_that_exist(make_trainer, monkeypatch):
@@ -102,17 +66,6 @@ def test_training_step_wrapped_in_the_middle_of_a_run_acts_from_the_next_step(ma
     assert calls == [2, 3]
 
 
-def test_a_collator_set_before_training_makes_the_batches(make_trainer):
-    def doubled(samples):
-        return {name: 2 * torch.stack([sample[name] for sample in samples]) for name in ("x", "labels")}
-
-    trainer, other = make_trainer(), Net()
-    trainer.data_collator = doubled
-    trainer.train()
-    twice = [{name: 2 * tensor for name, tensor in batch.items()} for batch in batches(rows())]
-    assert logged(trainer) == pytest.approx(by_hand(other, twice))
-
-
 def test_a_collator_changed_for_a_prediction_and_put_back_acts_there_alone(make_trainer):
     def zeros(samples):
         return {"x": torch.zeros(len(samples), 4), "labels": torch.zeros(len(samples))}
@@ -138,24 +91,10 @@ def test_metrics_set_between_two_evaluations_are_those_of_the_second(make_traine
     assert "eval_first" not in second
 
 
-def test_metrics_set_on_a_trainer_that_had_none_are_computed(make_trainer):
-    trainer = make_trainer(eval_dataset=rows(4))
-    trainer.evaluate()
-    trainer.compute_metrics = lambda prediction: {"rows": len(prediction.label_ids)}
-    assert trainer.evaluate()["eval_rows"] == 4
-
-
 def test_preprocessing_of_logits_set_later_acts(make_trainer):
     trainer = make_trainer(eval_dataset=rows(4), compute_metrics=lambda p: {"sum": p.predictions.sum()})
     trainer.preprocess_logits_for_metrics = lambda logits, labels: torch.full_like(logits, 3.0)
     assert trainer.evaluate()["eval_sum"] == 12.0
-
-
-def test_a_loader_set_by_a_lambda_gives_the_batches(make_trainer):
-    trainer, other = make_trainer(), Net()
-    trainer.get_train_dataloader = lambda: DataLoader(rows(12, seed=5), batch_size=3)
-    trainer.train()
-    assert logged(trainer) == pytest.approx(by_hand(other, batches(rows(12, seed=5), 3)))
 
 
 def test_loaders_of_evaluation_and_prediction_set_by_functions_are_used(make_trainer):
@@ -166,30 +105,6 @@ def test_loaders_of_evaluation_and_prediction_set_by_functions_are_used(make_tra
         expected = trainer.model(**batches(rows(4), 4)[0])["loss"].item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)
     assert trainer.predict(rows(8)).predictions.shape == (3,)
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [lambda data: SequentialSampler(data), lambda: SequentialSampler(rows())],
-    ids=["with the data", "without an argument"],
-)
-def test_a_sampler_set_by_a_lambda_gives_the_order(make_trainer, sampler):
-    trainer, other = make_trainer(train_sampling_strategy="random"), Net()
-    trainer._get_train_sampler = sampler
-    trainer.train()
-    assert logged(trainer) == pytest.approx(by_hand(other, batches(rows())))
-
-
-def test_a_random_sampler_set_by_a_lambda_draws_its_own_order(make_trainer):
-    data, seen = rows(), []
-    trainer = make_trainer(train_dataset=data)
-    trainer._get_train_sampler = lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(3))
-    trainer.add_callback(when(on_micro_batch_end=lambda inputs, **_: seen.extend(inputs["labels"].tolist())))
-    trainer.train()
-    drawn = torch.randperm(8, generator=torch.Generator().manual_seed(3)).tolist()
-    assert sorted(seen) == pytest.approx(sorted(row["labels"].item() for row in data))
-    assert seen != pytest.approx([row["labels"].item() for row in data])
-    assert len(drawn) == len(seen)
 
 
 def test_log_bound_to_the_trainer_can_drop_and_add_entries(make_trainer):
@@ -228,29 +143,6 @@ def test_prediction_step_set_by_a_function_makes_the_predictions(make_trainer):
     output = trainer.predict(rows(4))
     assert output.metrics["test_loss"] == 5.0
     assert output.predictions == pytest.approx(torch.stack([row["x"][0] for row in rows(4)]).numpy())
-
-
-def test_the_forward_of_a_model_replaced_after_construction_is_what_trains(make_trainer):
-    trainer, other = make_trainer(), Net()
-    usual = trainer.model.forward
-    trainer.model.forward = lambda x, labels=None: usual(x=3 * x, labels=labels)
-    trainer.train()
-    thrice = [{"x": 3 * batch["x"], "labels": batch["labels"]} for batch in batches(rows())]
-    assert logged(trainer) == pytest.approx(by_hand(other, thrice))
-
-
-def test_create_optimizer_set_by_a_function_makes_the_optimizer(make_trainer):
-    def create_optimizer(self, model=None):
-        self.optimizer = torch.optim.SGD([{"params": self.model.head.parameters(), "lr": 0.5}], lr=0.5)
-        return self.optimizer
-
-    trainer, other = make_trainer(), Net()
-    trainer.create_optimizer = MethodType(create_optimizer, trainer)
-    trainer.train()
-    for parameter in other.body.parameters():
-        parameter.requires_grad_(False)
-    by_hand(other, batches(rows()), rate=0.5)
-    assert_same(trainer.model, other)
 
 
 def test_smoothing_and_a_loss_function_set_later_use_the_loss_function(make_trainer):

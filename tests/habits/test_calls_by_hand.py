@@ -1,26 +1,22 @@
 """Methods and attributes of a Trainer that users call and read themselves, outside a run, between runs and after."""
 
 import json
-import signal
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from habit_parts import (
-    RATE,
     Net,
     assert_same,
-    at_step,
     batches,
     by_hand,
-    logged,
     rows,
     stack,
     when,
 )
 
-from tr_core import Trainer, TrainerState
+from tr_core import TrainerState
 
 # Parts of a step
 
@@ -61,14 +57,6 @@ def test_an_evaluation_loop_called_by_hand_gives_metrics_and_no_log(make_trainer
     assert trainer.state.log_history == []
 
 
-def test_a_step_by_hand_before_training_does_not_leave_its_gradient_in_the_run(make_trainer):
-    trainer, other = make_trainer(), Net()
-    trainer.training_step(trainer.model, batches(rows())[1])
-    trainer.train()
-    by_hand(other, batches(rows()))
-    assert_same(trainer.model, other)
-
-
 @pytest.mark.parametrize("event", ["on_micro_batch_end", "on_pre_optimizer_step"])
 def test_a_gradient_that_a_failed_run_leaves_is_not_in_the_next(make_trainer, event):
     def fail(state, **_):
@@ -84,15 +72,6 @@ def test_a_gradient_that_a_failed_run_leaves_is_not_in_the_next(make_trainer, ev
     trainer.train()
     by_hand(other, batches(rows())[:1])
     by_hand(other, batches(rows()))
-    assert_same(trainer.model, other)
-
-
-def test_a_step_by_hand_in_a_callback_adds_its_gradient_where_the_callback_says(make_trainer):
-    trainer, other = make_trainer(), Net()
-    extra = batches(rows())[3]
-    trainer.add_callback(when(on_pre_optimizer_step=lambda model, **_: model(**extra)["loss"].backward()))
-    trainer.train()
-    by_hand(other, batches(rows()), before=lambda number: other(**extra)["loss"].backward())
     assert_same(trainer.model, other)
 
 
@@ -124,11 +103,6 @@ def test_an_entry_logged_by_hand_is_in_the_history_and_reaches_callbacks(make_tr
     assert seen == [{"mine": 3.0, "epoch": 0.0}]
 
 
-def test_a_mean_that_is_logged_outside_a_run_is_refused(make_trainer):
-    with pytest.raises(RuntimeError, match=r"log_metric\('mine'\) has nothing to average over"):
-        make_trainer().log_metric("mine", 1.0)
-
-
 def test_a_state_set_by_hand_after_training_is_the_one_saved(make_trainer, tmp_path):
     trainer = make_trainer()
     trainer.train()
@@ -137,52 +111,7 @@ def test_a_state_set_by_hand_after_training_is_the_one_saved(make_trainer, tmp_p
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text("utf-8"))["global_step"] == 99
 
 
-def test_a_second_run_begins_its_own_history(make_trainer):
-    trainer = make_trainer()
-    trainer.train()
-    trainer.train()
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
-
-
-def test_training_after_a_run_that_failed_is_a_run_like_any_other(make_trainer):
-    def fail(**_):
-        raise ZeroDivisionError
-
-    trainer, other = make_trainer(), Net()
-    failing = at_step(2, fail)
-    trainer.add_callback(failing)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    trainer.remove_callback(failing)
-    trainer.train()
-    by_hand(other, batches(rows())[:2])
-    assert logged(trainer) == pytest.approx(by_hand(other, batches(rows())))
-    assert_same(trainer.model, other)
-
-
-def test_numbers_of_parameters_and_rates_are_those_of_the_model_and_the_optimizer(make_trainer):
-    trainer = make_trainer()
-    trainer.model.body.requires_grad_(False)
-    assert trainer.get_num_trainable_parameters() == 4
-    trainer.train()
-    assert set(trainer.get_learning_rates()) == {RATE}
-    assert trainer.get_optimizer_group(trainer.model.head.weight)["lr"] == RATE
-
-
-def test_an_attribute_that_this_trainer_does_not_have_is_an_error_with_its_name(make_trainer):
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = make_trainer().no_such_thing
-
-
 # Evaluations
-
-
-def test_evaluations_of_several_data_sets_are_prefixed_by_name(make_trainer):
-    trainer = make_trainer(eval_dataset={"small": rows(2), "large": rows(6)})
-    metrics = trainer.evaluate()
-    for name, number in (("small", 2), ("large", 6)):
-        assert metrics[f"eval_{name}_loss"] == pytest.approx(Net()(**stack(rows(number)))["loss"].item())
-    assert "eval_small_loss" not in trainer.evaluate({"other": rows(4)})
 
 
 def test_an_evaluation_before_training_changes_no_weight_and_no_random_number(make_trainer):
@@ -209,27 +138,6 @@ def test_an_evaluation_in_compute_metrics_is_one_within_the_other(make_trainer):
     outer = trainer.evaluate()["eval_loss"]
     assert inner == pytest.approx([Net()(**stack(rows(2)))["loss"].item()])
     assert outer == pytest.approx(Net()(**stack(rows(4)))["loss"].item())
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"tensor": torch.tensor(0.5)}, {"eval_tensor": 0.5}),
-        ({"nested": {"deep": torch.tensor(2)}}, {"eval_nested": {"deep": 2}}),
-        ({"eval_named": 1.0}, {"eval_named": 1.0}),
-        ({}, {}),
-    ],
-)
-def test_metrics_may_hold_tensors_and_nested_values(make_trainer, given, expected):
-    metrics = make_trainer(eval_dataset=rows(4), compute_metrics=lambda prediction: dict(given)).evaluate()
-    assert expected.items() <= metrics.items()
-
-
-@pytest.mark.parametrize("answer", [0.5, None, [("accuracy", 1.0)]])
-def test_metrics_that_are_no_dict_are_refused(make_trainer, answer):
-    trainer = make_trainer(eval_dataset=rows(4), compute_metrics=lambda prediction: answer)
-    with pytest.raises(TypeError, match="compute_metrics returned.*it must return a dict"):
-        trainer.evaluate()
 
 
 def test_can_return_loss_set_by_hand_gives_a_loss_without_labels(make_trainer):
@@ -265,33 +173,6 @@ def test_a_tokenizer_set_later_is_given_to_events_and_saved(make_trainer, tmp_pa
     assert (tmp_path / "final" / "word.txt").read_text() == "second"
 
 
-def test_a_checkpoint_saved_at_odd_steps_resumes_with_the_same_numbers(make_trainer, tmp_path):
-    def ask(state, control, **_):
-        control.should_save = state.global_step == 3
-
-    whole = make_trainer(lr_scheduler_type="linear", max_steps=6)
-    whole.train()
-    stopped = make_trainer(lr_scheduler_type="linear", max_steps=6, callbacks=[when(on_step_end=ask)])
-    stopped.add_callback(when(on_save=lambda control, **_: setattr(control, "should_training_stop", True)))
-    stopped.train()
-    assert stopped.state.global_step == 3
-    resumed = make_trainer(lr_scheduler_type="linear", max_steps=6)
-    resumed.train(resume_from_checkpoint=True)
-    assert logged(resumed) == logged(whole)
-    assert_same(resumed.model, whole.model)
-
-
-def test_a_signal_ends_the_run_with_its_closing_event(make_trainer):
-    ended = []
-    trainer = make_trainer(max_steps=50)
-    trainer.add_callback(at_step(2, lambda **_: signal.raise_signal(signal.SIGINT)))
-    trainer.add_callback(when(on_train_end=lambda **_: ended.append(trainer.state.global_step)))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert ended
-    assert ended[0] <= 3
-
-
 def test_a_run_in_a_thread_of_ones_own_trains(make_trainer):
     trainer, other = make_trainer(), Net()
     thread = threading.Thread(target=trainer.train)
@@ -299,11 +180,6 @@ def test_a_run_in_a_thread_of_ones_own_trains(make_trainer):
     thread.join(timeout=60)
     by_hand(other, batches(rows()))
     assert_same(trainer.model, other)
-
-
-def test_gradients_forbidden_around_training_are_not_a_run_that_learns_nothing(make_trainer):
-    with torch.no_grad(), pytest.raises(RuntimeError, match="grad"):
-        make_trainer().train()
 
 
 def test_the_default_type_changed_before_construction_is_that_of_new_layers_only(make_trainer):
@@ -314,28 +190,3 @@ def test_the_default_type_changed_before_construction_is_that_of_new_layers_only
     finally:
         torch.set_default_dtype(torch.float32)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float64}
-
-
-def test_a_subclass_that_forgets_super_init_is_an_error(make_args):
-    class Forgets(Trainer):
-        def __init__(self, **parts):
-            self.mine = parts
-
-    with pytest.raises(AttributeError):
-        Forgets(model=Net(), args=make_args()).train()
-
-
-def test_a_subclass_with_arguments_of_its_own_passes_the_rest_on(make_args):
-    class Weighted(Trainer):
-        def __init__(self, *args, weight, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.weight = weight
-
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-            return (self.weight * loss, outputs) if return_outputs else self.weight * loss
-
-    trainer, other = Weighted(Net(), make_args(), train_dataset=rows(), weight=3.0), Net()
-    trainer.train()
-    expected = by_hand(other, batches(rows()), loss=lambda model, batch: 3 * model(**batch)["loss"])
-    assert logged(trainer) == pytest.approx(expected)

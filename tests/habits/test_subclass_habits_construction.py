@@ -67,23 +67,20 @@ def test_a_mixin_that_defines_train_wraps_the_run(tmp_path):
 
 
 def test_attributes_are_set_before_super_and_used_by_what_super_calls(tmp_path):
-    def early(base):
-        class EarlyTrainer(base):
-            def __init__(self, model, *args, frozen=(), **kwargs):
-                self.frozen = list(frozen)
-                self.created = 0
-                for name in self.frozen:
-                    getattr(model, name).requires_grad_(False)
-                super().__init__(model, *args, **kwargs)
+    class EarlyTrainer:
+        def __init__(self, model, *args, frozen=(), **kwargs):
+            self.frozen = list(frozen)
+            self.created = 0
+            for name in self.frozen:
+                getattr(model, name).requires_grad_(False)
+            super().__init__(model, *args, **kwargs)
 
-            def create_accelerator_and_postprocess(self):
-                super().create_accelerator_and_postprocess()
-                self.created += len(self.frozen)
-
-        return EarlyTrainer
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.created += len(self.frozen)
 
     theirs, ours = run_both(
-        tmp_path, early, build=lambda kind, parts: kind(parts.pop("model"), **parts, frozen=["body"])
+        tmp_path, EarlyTrainer, build=lambda kind, parts: kind(parts.pop("model"), **parts, frozen=["body"])
     )
     assert_equal(theirs, ours)
     assert ours.trainer.created == theirs.trainer.created == 1
@@ -97,20 +94,17 @@ def test_a_property_takes_the_place_of_the_tokenizer(tmp_path):
         def save_pretrained(self, folder, **kwargs):
             return ()
 
-    def naming(base):
-        class TokenizerTrainer(base):
-            def __init__(self, *args, tokenizer=None, **kwargs):
-                super().__init__(*args, processing_class=tokenizer, **kwargs)
+    class TokenizerTrainer:
+        def __init__(self, *args, tokenizer=None, **kwargs):
+            super().__init__(*args, processing_class=tokenizer, **kwargs)
 
-            @property
-            def tokenizer(self):
-                return self.processing_class
+        @property
+        def tokenizer(self):
+            return self.processing_class
 
-            @tokenizer.setter
-            def tokenizer(self, value):
-                self.processing_class = value
-
-        return TokenizerTrainer
+        @tokenizer.setter
+        def tokenizer(self, value):
+            self.processing_class = value
 
     tokenizer = Tokenizer()
 
@@ -120,7 +114,7 @@ def test_a_property_takes_the_place_of_the_tokenizer(tmp_path):
         return trainer.tokenizer is tokenizer
 
     theirs, ours = run_both(
-        tmp_path, naming, use=use, build=lambda kind, parts: kind(**parts, tokenizer=tokenizer),
+        tmp_path, TokenizerTrainer, use=use, build=lambda kind, parts: kind(**parts, tokenizer=tokenizer),
         parts={"data_collator": transformers.default_data_collator},
     )  # fmt: skip
     assert_equal(theirs, ours)
@@ -138,22 +132,19 @@ def test_a_callback_that_knows_its_trainer_changes_an_attribute_of_it(tmp_path):
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             self.trainer.seen.append(metrics["eval_loss"])
 
-    def warming(base):
-        class WarmingTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.strength, self.seen = 0.0, []
-                self.add_callback(Warming(self))
+    class WarmingTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.strength, self.seen = 0.0, []
+            self.add_callback(Warming(self))
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-                loss = loss + self.strength * outputs["logits"].pow(2).mean()
-                return (loss, outputs) if return_outputs else loss
-
-        return WarmingTrainer
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            loss = loss + self.strength * outputs["logits"].pow(2).mean()
+            return (loss, outputs) if return_outputs else loss
 
     theirs, ours = run_both(
-        tmp_path, warming, num_train_epochs=3, eval_strategy="epoch", learning_rate=0.02,
+        tmp_path, WarmingTrainer, num_train_epochs=3, eval_strategy="epoch", learning_rate=0.02,
         parts={"eval_dataset": lambda: rows(4, seed=1)},
     )  # fmt: skip
     assert_equal(theirs, ours)
@@ -161,15 +152,12 @@ def test_a_callback_that_knows_its_trainer_changes_an_attribute_of_it(tmp_path):
 
 
 def test_a_model_is_built_by_an_overridden_call_model_init(tmp_path):
-    def building(base):
-        class BuildingTrainer(base):
-            def call_model_init(self, trial=None):
-                return Net(seed=4)
-
-        return BuildingTrainer
+    class BuildingTrainer:
+        def call_model_init(self, trial=None):
+            return Net(seed=4)
 
     theirs, ours = run_both(
-        tmp_path, building, build=lambda kind, parts: kind(model_init=Net, **{**parts, "model": None})
+        tmp_path, BuildingTrainer, build=lambda kind, parts: kind(model_init=Net, **{**parts, "model": None})
     )
     assert all(torch.equal(value, theirs.weights[name]) for name, value in ours.weights.items())
     assert ours.history == theirs.history
@@ -183,42 +171,38 @@ def test_the_model_takes_no_count_by_an_attribute_of_the_class(tmp_path):
             self.counts = [*getattr(self, "counts", []), kwargs.get("num_items_in_batch")]
             return super().forward(x, labels)
 
-    def refusing(base):
-        class MeanTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.model_accepts_loss_kwargs = False
+    class MeanTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
 
-            def training_step(self, *args, **kwargs):
-                return super().training_step(*args, **kwargs)
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
 
-        return MeanTrainer
-
-    theirs, ours = run_both(tmp_path, refusing, gradient_accumulation_steps=2, parts={"model": Counting})
+    theirs, ours = run_both(tmp_path, MeanTrainer, gradient_accumulation_steps=2, parts={"model": Counting})
     assert_equal(theirs, ours, but=("args", "kwargs"))
     assert set(ours.trainer.model.counts) == set(theirs.trainer.model.counts) == {None}
 
 
 def test_what_a_loss_needs_is_read_from_arguments_of_ones_own(tmp_path):
-    def reading(base):
-        class ReadingTrainer(base):
-            def __init__(self, *args, **kwargs):
-                self.extra = kwargs.pop("extra_args")
-                super().__init__(*args, **kwargs)
-                if not hasattr(self, "processing_class"):
-                    raise AttributeError("an older version")
-                self.is_ready = self.args.n_gpu <= 1 and self.args.world_size == 1 and not self.is_in_train
+    class ReadingTrainer:
+        def __init__(self, *args, **kwargs):
+            self.extra = kwargs.pop("extra_args")
+            super().__init__(*args, **kwargs)
+            if not hasattr(self, "processing_class"):
+                raise AttributeError("an older version")
+            self.is_ready = self.args.n_gpu <= 1 and self.args.world_size == 1 and not self.is_in_train
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                assert self.is_in_train
-                assert model is self.model_wrapped
-                assert self.accelerator.unwrap_model(model) is self.model
-                assert inputs["x"].device == self.args.device == self.accelerator.device
-                return self.extra["scale"] * super().compute_loss(model, inputs)
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert self.is_in_train
+            assert model is self.model_wrapped
+            assert self.accelerator.unwrap_model(model) is self.model
+            assert inputs["x"].device == self.args.device == self.accelerator.device
+            return self.extra["scale"] * super().compute_loss(model, inputs)
 
-        return ReadingTrainer
-
-    theirs, ours = run_both(tmp_path, reading, build=lambda kind, parts: kind(**parts, extra_args={"scale": 0.25}))
+    theirs, ours = run_both(
+        tmp_path, ReadingTrainer, build=lambda kind, parts: kind(**parts, extra_args={"scale": 0.25})
+    )
     assert_equal(theirs, ours)
     assert ours.trainer.is_ready
 
@@ -234,17 +218,16 @@ def test_the_forward_is_under_a_context_of_ones_own(tmp_path):
         def __exit__(self, *error):
             self.seen.append("out")
 
-    def noting(base):
-        class NotingTrainer(base):
-            seen = ()
+    class NotingTrainer:
+        seen = ()
 
-            def compute_loss_context_manager(self):
-                self.seen = list(self.seen) if isinstance(self.seen, tuple) else self.seen
-                return Noting(self.seen)
+        def compute_loss_context_manager(self):
+            self.seen = list(self.seen) if isinstance(self.seen, tuple) else self.seen
+            return Noting(self.seen)
 
-        return NotingTrainer
-
-    theirs, ours = run_both(tmp_path, noting, eval_strategy="epoch", parts={"eval_dataset": lambda: rows(4, seed=1)})
+    theirs, ours = run_both(
+        tmp_path, NotingTrainer, eval_strategy="epoch", parts={"eval_dataset": lambda: rows(4, seed=1)}
+    )
     assert_equal(theirs, ours)
     assert ours.trainer.seen == theirs.trainer.seen
 
@@ -287,22 +270,19 @@ def test_a_trainer_within_a_trainer_trains_a_model_of_its_own(tmp_path):
 
 
 def test_a_search_of_ones_own_trains_each_trial_by_the_trainer(tmp_path):
-    def searching(base):
-        class SearchingTrainer(base):
-            def hyperparameter_search(self, hp_space=None, n_trials=2, **kwargs):
-                results = []
-                for number in range(n_trials):
-                    self.args.learning_rate = hp_space(number)["learning_rate"]
-                    self.model = self.model_wrapped = Net()
-                    self.optimizer = self.lr_scheduler = None
-                    self.train()
-                    results.append(self.evaluate()["eval_loss"])
-                return {"eval_best": min(results), "number": results.index(min(results))}
-
-        return SearchingTrainer
+    class SearchingTrainer:
+        def hyperparameter_search(self, hp_space=None, n_trials=2, **kwargs):
+            results = []
+            for number in range(n_trials):
+                self.args.learning_rate = hp_space(number)["learning_rate"]
+                self.model = self.model_wrapped = Net()
+                self.optimizer = self.lr_scheduler = None
+                self.train()
+                results.append(self.evaluate()["eval_loss"])
+            return {"eval_best": min(results), "number": results.index(min(results))}
 
     theirs, ours = run_both(
-        tmp_path, searching, parts={"eval_dataset": lambda: rows(4, seed=1)},
+        tmp_path, SearchingTrainer, parts={"eval_dataset": lambda: rows(4, seed=1)},
         use=lambda trainer: trainer.hyperparameter_search(lambda number: {"learning_rate": 0.1 * (number + 1)}),
     )  # fmt: skip
     assert theirs.result["number"] == ours.result["number"]
@@ -310,22 +290,19 @@ def test_a_search_of_ones_own_trains_each_trial_by_the_trainer(tmp_path):
 
 
 def test_a_step_that_knows_whether_gradients_are_exchanged_counts_micro_batches(tmp_path):
-    def counting(base):
-        class CountingTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.micro, self.full = 0, 0
+    class CountingTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.micro, self.full = 0, 0
 
-            def training_step(self, model, inputs, num_items_in_batch=None):
-                self.micro += 1
-                if self.accelerator.sync_gradients:
-                    self.full += 1
-                return super().training_step(model, inputs, num_items_in_batch)
-
-        return CountingTrainer
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            self.micro += 1
+            if self.accelerator.sync_gradients:
+                self.full += 1
+            return super().training_step(model, inputs, num_items_in_batch)
 
     theirs, ours = run_both(
-        tmp_path, counting, gradient_accumulation_steps=3, num_train_epochs=2, classes=True,
+        tmp_path, CountingTrainer, gradient_accumulation_steps=3, num_train_epochs=2, classes=True,
         parts={"train_dataset": lambda: class_rows(14)},
     )  # fmt: skip
     assert_equal(theirs, ours)
@@ -365,25 +342,22 @@ class Following(transformers.TrainerCallback):
 
 
 def test_a_handler_of_callbacks_is_replaced_by_one_that_gives_them_a_reference_model(tmp_path):
-    def following(base):
-        class FollowingTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                parts = (self.model, self.processing_class, self.optimizer, self.lr_scheduler)
-                self.callback_handler = WithReference(
-                    self.callback_handler.callbacks, *parts, reference=copy.deepcopy(self.model)
-                )
-                self.add_callback(Following())
-                self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
-
-        return FollowingTrainer
+    class FollowingTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            parts = (self.model, self.processing_class, self.optimizer, self.lr_scheduler)
+            self.callback_handler = WithReference(
+                self.callback_handler.callbacks, *parts, reference=copy.deepcopy(self.model)
+            )
+            self.add_callback(Following())
+            self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     def use(trainer):
         trainer.train()
         return dict(trainer.callback_handler.reference.state_dict())
 
     theirs, ours = run_both(
-        tmp_path, following, use=use, eval_strategy="epoch", save_strategy="epoch",
+        tmp_path, FollowingTrainer, use=use, eval_strategy="epoch", save_strategy="epoch",
         parts={"eval_dataset": lambda: rows(4, seed=1)},
     )  # fmt: skip
     assert_equal(theirs, ours)

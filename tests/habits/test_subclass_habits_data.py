@@ -22,52 +22,43 @@ def table(number=8, seed=0):
 
 
 def test_a_sampler_only_where_an_option_asks_for_it_leaves_the_usual_order(tmp_path):
-    def by_option(base):
-        class OptionalTrainer(base):
-            balanced = False
+    class OptionalTrainer:
+        balanced = False
 
-            def _get_train_sampler(self, *args, **kwargs):
-                if self.balanced:
-                    return WeightedRandomSampler([1.0] * len(self.train_dataset), len(self.train_dataset))
-                return super()._get_train_sampler(*args, **kwargs)
+        def _get_train_sampler(self, *args, **kwargs):
+            if self.balanced:
+                return WeightedRandomSampler([1.0] * len(self.train_dataset), len(self.train_dataset))
+            return super()._get_train_sampler(*args, **kwargs)
 
-        return OptionalTrainer
-
-    assert_equal(*run_both(tmp_path, by_option, num_train_epochs=2))
+    assert_equal(*run_both(tmp_path, OptionalTrainer, num_train_epochs=2))
 
 
 def test_a_loader_of_ones_own_takes_the_usual_sampler(tmp_path):
-    def copied(base):
-        class CopiedTrainer(base):
-            def get_train_dataloader(self):
-                return DataLoader(
-                    self.train_dataset,
-                    batch_size=self._train_batch_size,
-                    sampler=self._get_train_sampler(),
-                    collate_fn=self.data_collator,
-                    drop_last=self.args.dataloader_drop_last,
-                    num_workers=self.args.dataloader_num_workers,
-                    pin_memory=False,
-                )
+    class CopiedTrainer:
+        def get_train_dataloader(self):
+            return DataLoader(
+                self.train_dataset,
+                batch_size=self._train_batch_size,
+                sampler=self._get_train_sampler(),
+                collate_fn=self.data_collator,
+                drop_last=self.args.dataloader_drop_last,
+                num_workers=self.args.dataloader_num_workers,
+                pin_memory=False,
+            )
 
-        return CopiedTrainer
-
-    assert_equal(*run_both(tmp_path, copied, num_train_epochs=2))
+    assert_equal(*run_both(tmp_path, CopiedTrainer, num_train_epochs=2))
 
 
 def test_the_usual_sampler_is_asked_for_by_hand(tmp_path):
-    def asking(base):
-        class AskingTrainer(base):
-            def get_eval_dataloader(self, eval_dataset=None):
-                data = self.eval_dataset if eval_dataset is None else eval_dataset
-                sampler = self._get_eval_sampler(data)
-                assert list(sampler) == list(range(len(data)))
-                return DataLoader(data, batch_size=3, sampler=sampler, collate_fn=self.data_collator)
-
-        return AskingTrainer
+    class AskingTrainer:
+        def get_eval_dataloader(self, eval_dataset=None):
+            data = self.eval_dataset if eval_dataset is None else eval_dataset
+            sampler = self._get_eval_sampler(data)
+            assert list(sampler) == list(range(len(data)))
+            return DataLoader(data, batch_size=3, sampler=sampler, collate_fn=self.data_collator)
 
     theirs, ours = run_both(
-        tmp_path, asking, use=lambda trainer: [len(trainer._get_train_sampler()), trainer.evaluate()],
+        tmp_path, AskingTrainer, use=lambda trainer: [len(trainer._get_train_sampler()), trainer.evaluate()],
         parts={"eval_dataset": lambda: rows(6, seed=1)},
     )  # fmt: skip
     assert_equal(theirs, ours)
@@ -89,30 +80,24 @@ def test_buckets_that_a_sampler_shuffles_by_its_own_count_of_epochs(tmp_path):
             draws.shuffle(chunks)
             return iter([index for chunk in chunks for index in chunk])
 
-    def bucketed(base):
-        class BucketTrainer(base):
-            sampler = None
+    class BucketTrainer:
+        sampler = None
 
-            def _get_train_sampler(self, *args, **kwargs):
-                if self.sampler is None:
-                    self.sampler = Buckets([5, 1, 4, 2, 2, 7, 1, 3], 2)
-                return self.sampler
+        def _get_train_sampler(self, *args, **kwargs):
+            if self.sampler is None:
+                self.sampler = Buckets([5, 1, 4, 2, 2, 7, 1, 3], 2)
+            return self.sampler
 
-        return BucketTrainer
-
-    assert_equal(*run_both(tmp_path, bucketed, num_train_epochs=2))
+    assert_equal(*run_both(tmp_path, BucketTrainer, num_train_epochs=2))
 
 
 def test_a_shuffled_loader_with_another_batch_size(tmp_path):
-    def shuffled(base):
-        class ShuffledTrainer(base):
-            def get_train_dataloader(self):
-                draws = torch.Generator().manual_seed(self.args.seed)
-                return DataLoader(self.train_dataset, batch_size=4, shuffle=True, generator=draws, collate_fn=stack)
+    class ShuffledTrainer:
+        def get_train_dataloader(self):
+            draws = torch.Generator().manual_seed(self.args.seed)
+            return DataLoader(self.train_dataset, batch_size=4, shuffle=True, generator=draws, collate_fn=stack)
 
-        return ShuffledTrainer
-
-    theirs, ours = run_both(tmp_path, shuffled, num_train_epochs=3)
+    theirs, ours = run_both(tmp_path, ShuffledTrainer, num_train_epochs=3)
     assert_equal(theirs, ours)
     assert ours.trainer.state.global_step == 6
 
@@ -148,20 +133,17 @@ def test_loaders_of_two_data_sets_take_turns(tmp_path):
                     else:
                         yield batch
 
-    def mixed(base):
-        class MixedTrainer(base):
-            def __init__(self, *args, second=None, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.second = second
+    class MixedTrainer:
+        def __init__(self, *args, second=None, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.second = second
 
-            def get_train_dataloader(self):
-                options = {"batch_size": self.args.train_batch_size, "collate_fn": self.data_collator}
-                return Turns(*(DataLoader(data, **options) for data in (self.train_dataset, self.second)))
-
-        return MixedTrainer
+        def get_train_dataloader(self):
+            options = {"batch_size": self.args.train_batch_size, "collate_fn": self.data_collator}
+            return Turns(*(DataLoader(data, **options) for data in (self.train_dataset, self.second)))
 
     theirs, ours = run_both(
-        tmp_path, mixed, build=lambda kind, parts: kind(**parts, second=rows(4, seed=2)), num_train_epochs=2
+        tmp_path, MixedTrainer, build=lambda kind, parts: kind(**parts, second=rows(4, seed=2)), num_train_epochs=2
     )
     assert_equal(theirs, ours)
     assert ours.trainer.state.global_step == 12
@@ -183,31 +165,25 @@ def test_a_loader_of_super_is_wrapped_to_watch_its_batches(tmp_path):
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-    def watching(base):
-        class WatchingTrainer(base):
-            def get_train_dataloader(self):
-                self.watched = Watched(super().get_train_dataloader())
-                return self.watched
+    class WatchingTrainer:
+        def get_train_dataloader(self):
+            self.watched = Watched(super().get_train_dataloader())
+            return self.watched
 
-        return WatchingTrainer
-
-    theirs, ours = run_both(tmp_path, watching, num_train_epochs=2)
+    theirs, ours = run_both(tmp_path, WatchingTrainer, num_train_epochs=2)
     assert_equal(theirs, ours)
     assert ours.trainer.watched.batches == theirs.trainer.watched.batches == 8
 
 
 def test_evaluation_loaders_are_chosen_by_the_name_of_their_data(tmp_path):
-    def named(base):
-        class NamedTrainer(base):
-            def get_eval_dataloader(self, eval_dataset=None):
-                if isinstance(eval_dataset, str) and eval_dataset == "hard":
-                    return DataLoader(self.eval_dataset["hard"], batch_size=1, collate_fn=self.data_collator)
-                return super().get_eval_dataloader(eval_dataset)
-
-        return NamedTrainer
+    class NamedTrainer:
+        def get_eval_dataloader(self, eval_dataset=None):
+            if isinstance(eval_dataset, str) and eval_dataset == "hard":
+                return DataLoader(self.eval_dataset["hard"], batch_size=1, collate_fn=self.data_collator)
+            return super().get_eval_dataloader(eval_dataset)
 
     theirs, ours = run_both(
-        tmp_path, named, eval_strategy="epoch",
+        tmp_path, NamedTrainer, eval_strategy="epoch",
         parts={"eval_dataset": lambda: {"easy": rows(4, seed=1), "hard": rows(3, seed=2)}},
     )  # fmt: skip
     assert_equal(theirs, ours)
@@ -215,64 +191,54 @@ def test_evaluation_loaders_are_chosen_by_the_name_of_their_data(tmp_path):
 
 
 def test_a_loader_of_predictions_has_a_collator_of_its_own(tmp_path):
-    def own(base):
-        class PredictingTrainer(base):
-            def get_test_dataloader(self, test_dataset):
-                return DataLoader(
-                    test_dataset, batch_size=self.args.eval_batch_size,
-                    collate_fn=lambda samples: {"x": 2 * torch.stack([sample["x"] for sample in samples])},
-                )  # fmt: skip
+    class PredictingTrainer:
+        def get_test_dataloader(self, test_dataset):
+            return DataLoader(
+                test_dataset, batch_size=self.args.eval_batch_size,
+                collate_fn=lambda samples: {"x": 2 * torch.stack([sample["x"] for sample in samples])},
+            )  # fmt: skip
 
-        return PredictingTrainer
-
-    theirs, ours = run_both(tmp_path, own, use=lambda trainer: trainer.predict(rows(5, seed=1)).predictions.tolist())
+    theirs, ours = run_both(
+        tmp_path, PredictingTrainer, use=lambda trainer: trainer.predict(rows(5, seed=1)).predictions.tolist()
+    )
     assert_equal(theirs, ours)
 
 
 def test_unused_columns_that_are_kept_reach_the_collator(tmp_path):
-    def keeping(base):
-        class KeepingTrainer(base):
-            def _remove_unused_columns(self, dataset, description=None):
-                return dataset
-
-        return KeepingTrainer
+    class KeepingTrainer:
+        def _remove_unused_columns(self, dataset, description=None):
+            return dataset
 
     def collate(samples):
         return {**two_columns(samples), "labels": torch.tensor([sample["weight"] for sample in samples])}
 
-    theirs, ours = run_both(tmp_path, keeping, parts={"train_dataset": table, "data_collator": collate})
+    theirs, ours = run_both(tmp_path, KeepingTrainer, parts={"train_dataset": table, "data_collator": collate})
     assert_equal(theirs, ours)
 
 
 def test_columns_added_to_those_of_the_signature_reach_compute_loss(tmp_path):
-    def adding(base):
-        class WeightedRowsTrainer(base):
-            def _set_signature_columns_if_needed(self):
-                super()._set_signature_columns_if_needed()
-                if "weight" not in self._signature_columns:
-                    self._signature_columns += ["weight"]
+    class WeightedRowsTrainer:
+        def _set_signature_columns_if_needed(self):
+            super()._set_signature_columns_if_needed()
+            if "weight" not in self._signature_columns:
+                self._signature_columns += ["weight"]
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                weights = inputs.pop("weight")
-                errors = (model(inputs["x"])["logits"] - inputs["labels"]).pow(2)
-                return (errors * weights).mean()
-
-        return WeightedRowsTrainer
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            weights = inputs.pop("weight")
+            errors = (model(inputs["x"])["logits"] - inputs["labels"]).pow(2)
+            return (errors * weights).mean()
 
     def collate(samples):
         return {**two_columns(samples), "weight": torch.tensor([sample["weight"] for sample in samples])}
 
-    theirs, ours = run_both(tmp_path, adding, parts={"train_dataset": table, "data_collator": collate})
+    theirs, ours = run_both(tmp_path, WeightedRowsTrainer, parts={"train_dataset": table, "data_collator": collate})
     assert_equal(*(_without(side, "_set_signature_columns_if_needed") for side in (theirs, ours)))
 
 
 def test_a_collator_that_is_not_wrapped_sees_all_columns(tmp_path):
-    def unwrapped(base):
-        class UnwrappedTrainer(base):
-            def _get_collator_with_removed_columns(self, data_collator, description=None):
-                return data_collator
-
-        return UnwrappedTrainer
+    class UnwrappedTrainer:
+        def _get_collator_with_removed_columns(self, data_collator, description=None):
+            return data_collator
 
     seen = []
 
@@ -281,65 +247,54 @@ def test_a_collator_that_is_not_wrapped_sees_all_columns(tmp_path):
         return stack([{"x": sample["x"], "labels": sample["labels"]} for sample in samples])
 
     data = [{**row, "number": index} for index, row in enumerate(rows())]
-    theirs, ours = run_both(tmp_path, unwrapped, parts={"train_dataset": lambda: data, "data_collator": collate})
+    theirs, ours = run_both(tmp_path, UnwrappedTrainer, parts={"train_dataset": lambda: data, "data_collator": collate})
     assert_equal(theirs, ours)
     assert seen == [["labels", "number", "x"]] * 8
 
 
 def test_a_collator_that_is_a_method_is_set_after_construction(tmp_path):
-    def collating(base):
-        class CollatingTrainer(base):
-            def __init__(self, *args, scale=1.0, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.scale = scale
-                self.data_collator = self._collate
+    class CollatingTrainer:
+        def __init__(self, *args, scale=1.0, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.scale = scale
+            self.data_collator = self._collate
 
-            def _collate(self, samples):
-                batch = stack(samples)
-                batch["x"] = self.scale * batch["x"]
-                return batch
+        def _collate(self, samples):
+            batch = stack(samples)
+            batch["x"] = self.scale * batch["x"]
+            return batch
 
-        return CollatingTrainer
-
-    assert_equal(*run_both(tmp_path, collating, build=lambda kind, parts: kind(**parts, scale=0.5)))
+    assert_equal(*run_both(tmp_path, CollatingTrainer, build=lambda kind, parts: kind(**parts, scale=0.5)))
 
 
 def test_inputs_are_built_from_a_batch_in_training_and_evaluation(tmp_path):
-    def building(base):
-        class BuildingTrainer(base):
-            def _prepare_inputs(self, inputs):
-                inputs = super()._prepare_inputs(inputs)
-                scale = 2.0 if self.model.training else 1.0
-                return {**inputs, "x": scale * inputs["x"]}
-
-        return BuildingTrainer
+    class BuildingTrainer:
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            scale = 2.0 if self.model.training else 1.0
+            return {**inputs, "x": scale * inputs["x"]}
 
     theirs, ours = run_both(
-        tmp_path, building, classes=True, eval_strategy="steps", eval_steps=2,
+        tmp_path, BuildingTrainer, classes=True, eval_strategy="steps", eval_steps=2,
         parts={"eval_dataset": lambda: class_rows(4, seed=1)},
     )  # fmt: skip
     assert_equal(theirs, ours)
 
 
 def test_data_is_prepared_by_the_constructor_before_super(tmp_path):
-    def preparing(base):
-        class PreparingTrainer(base):
-            def __init__(self, model, args, train_dataset, eval_dataset=None, **kwargs):
-                args.remove_unused_columns = False
-                with args.main_process_first(desc="preparing"):
-                    train_dataset = self.prepared(train_dataset)
-                    eval_dataset = {name: self.prepared(data) for name, data in eval_dataset.items()}
-                super().__init__(
-                    model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
-                )
+    class PreparingTrainer:
+        def __init__(self, model, args, train_dataset, eval_dataset=None, **kwargs):
+            args.remove_unused_columns = False
+            with args.main_process_first(desc="preparing"):
+                train_dataset = self.prepared(train_dataset)
+                eval_dataset = {name: self.prepared(data) for name, data in eval_dataset.items()}
+            super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
 
-            def prepared(self, data):
-                return data.map(lambda row: {"x": [2 * value for value in row["x"]]}).remove_columns(["text", "weight"])
-
-        return PreparingTrainer
+        def prepared(self, data):
+            return data.map(lambda row: {"x": [2 * value for value in row["x"]]}).remove_columns(["text", "weight"])
 
     theirs, ours = run_both(
-        tmp_path, preparing, eval_strategy="epoch",
+        tmp_path, PreparingTrainer, eval_strategy="epoch",
         parts={
             "train_dataset": table, "eval_dataset": lambda: {"a": table(4, seed=1), "b": table(4, seed=2)},
             "data_collator": two_columns,
@@ -349,18 +304,15 @@ def test_data_is_prepared_by_the_constructor_before_super(tmp_path):
 
 
 def test_a_part_of_the_data_is_sampled_for_each_epoch(tmp_path):
-    def sampling(base):
-        class PartTrainer(base):
-            def _get_train_sampler(self, train_dataset=None):
-                return SubsetRandomSampler([0, 2, 4, 6], generator=torch.Generator().manual_seed(7))
+    class PartTrainer:
+        def _get_train_sampler(self, train_dataset=None):
+            return SubsetRandomSampler([0, 2, 4, 6], generator=torch.Generator().manual_seed(7))
 
-            def _get_eval_sampler(self, eval_dataset):
-                return SequentialSampler(range(2))
-
-        return PartTrainer
+        def _get_eval_sampler(self, eval_dataset):
+            return SequentialSampler(range(2))
 
     theirs, ours = run_both(
-        tmp_path, sampling, num_train_epochs=2, use=lambda trainer: (trainer.train(), trainer.evaluate())[1],
+        tmp_path, PartTrainer, num_train_epochs=2, use=lambda trainer: (trainer.train(), trainer.evaluate())[1],
         parts={"eval_dataset": lambda: rows(4, seed=1)},
     )  # fmt: skip
     assert_equal(theirs, ours)

@@ -11,24 +11,21 @@ from torch.nn import functional
 
 
 def test_class_weights_taken_out_of_the_keywords_weigh_the_loss(tmp_path):
-    def weighted(base):
-        class WeightedTrainer(base):
-            def __init__(self, *args, class_weights=None, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.class_weights = class_weights
+    class WeightedTrainer:
+        def __init__(self, *args, class_weights=None, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.class_weights = class_weights
 
-            def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-                labels = inputs.pop("labels")
-                outputs = model(**inputs)
-                weights = self.class_weights.to(outputs.logits.device)
-                loss = nn.CrossEntropyLoss(weight=weights)(outputs.logits, labels)
-                return (loss, outputs) if return_outputs else loss
-
-        return WeightedTrainer
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            weights = self.class_weights.to(outputs.logits.device)
+            loss = nn.CrossEntropyLoss(weight=weights)(outputs.logits, labels)
+            return (loss, outputs) if return_outputs else loss
 
     theirs, ours = run_both(
         tmp_path,
-        weighted,
+        WeightedTrainer,
         build=lambda kind, parts: kind(**parts, class_weights=torch.tensor([1.0, 4.0, 0.5])),
         classes=True,
         eval_strategy="epoch",
@@ -63,30 +60,27 @@ def test_a_focal_loss_of_the_older_signature_is_a_mean_of_the_micro_batches(tmp_
 
 
 def test_a_teacher_given_first_and_prepared_by_the_accelerator_is_distilled(tmp_path):
-    def distilling(base):
-        class DistillationTrainer(base):
-            def __init__(self, teacher_model=None, *args, temperature=2.0, alpha=0.5, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.alpha, self.temperature = alpha, temperature
-                self.teacher = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
+    class DistillationTrainer:
+        def __init__(self, teacher_model=None, *args, temperature=2.0, alpha=0.5, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.alpha, self.temperature = alpha, temperature
+            self.teacher = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
 
-            def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-                outputs = model(**inputs)
-                with torch.no_grad():
-                    known = self.teacher(**inputs).logits
-                loss = functional.kl_div(
-                    functional.log_softmax(outputs.logits / self.temperature, dim=-1),
-                    functional.softmax(known / self.temperature, dim=-1),
-                    reduction="batchmean",
-                )
-                loss = self.alpha * outputs.loss + (1 - self.alpha) * loss * self.temperature**2
-                return (loss, outputs) if return_outputs else loss
-
-        return DistillationTrainer
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            outputs = model(**inputs)
+            with torch.no_grad():
+                known = self.teacher(**inputs).logits
+            loss = functional.kl_div(
+                functional.log_softmax(outputs.logits / self.temperature, dim=-1),
+                functional.softmax(known / self.temperature, dim=-1),
+                reduction="batchmean",
+            )
+            loss = self.alpha * outputs.loss + (1 - self.alpha) * loss * self.temperature**2
+            return (loss, outputs) if return_outputs else loss
 
     theirs, ours = run_both(
         tmp_path,
-        distilling,
+        DistillationTrainer,
         build=lambda kind, parts: kind(Classes(seed=5), parts.pop("model"), **parts, temperature=3.0),
         classes=True,
         max_steps=4,
@@ -99,55 +93,49 @@ def test_a_teacher_given_first_and_prepared_by_the_accelerator_is_distilled(tmp_
 
 
 def test_pairs_of_a_batch_are_contrasted_with_all_others(tmp_path):
-    def contrastive(base):
-        class ContrastiveTrainer(base):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                queries = functional.normalize(model(**inputs["query"]).logits, dim=-1)
-                texts = functional.normalize(model(**inputs["text"]).logits, dim=-1)
-                scores = queries @ texts.T / 0.05
-                loss = functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
-                return (loss, {"scores": scores}) if return_outputs else loss
-
-        return ContrastiveTrainer
+    class ContrastiveTrainer:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            queries = functional.normalize(model(**inputs["query"]).logits, dim=-1)
+            texts = functional.normalize(model(**inputs["text"]).logits, dim=-1)
+            scores = queries @ texts.T / 0.05
+            loss = functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+            return (loss, {"scores": scores}) if return_outputs else loss
 
     def pairs(samples):
         features = torch.stack([sample["x"] for sample in samples])
         return {"query": {"x": features}, "text": {"x": features.flip(-1)}}
 
     theirs, ours = run_both(
-        tmp_path, contrastive, classes=True, remove_unused_columns=False, parts={"data_collator": pairs},
+        tmp_path, ContrastiveTrainer, classes=True, remove_unused_columns=False, parts={"data_collator": pairs},
         per_device_train_batch_size=4, label_names=[], num_train_epochs=2,
     )  # fmt: skip
     assert_equal(theirs, ours)
 
 
 def test_parts_of_the_loss_kept_until_a_log_are_averaged_in_it(tmp_path):
-    def storing(base):
-        class StoringTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.stored = {"train": defaultdict(list), "eval": defaultdict(list)}
+    class StoringTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.stored = {"train": defaultdict(list), "eval": defaultdict(list)}
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-                norm = outputs.logits.pow(2).mean()
-                kept = self.stored["train" if model.training else "eval"]
-                kept["entropy"].append(loss.item())
-                kept["norm"].append(norm.item())
-                loss = loss + 0.1 * norm
-                return (loss, outputs) if return_outputs else loss
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            norm = outputs.logits.pow(2).mean()
+            kept = self.stored["train" if model.training else "eval"]
+            kept["entropy"].append(loss.item())
+            kept["norm"].append(norm.item())
+            loss = loss + 0.1 * norm
+            return (loss, outputs) if return_outputs else loss
 
-            def log(self, logs, start_time=None):
-                kept = self.stored["train" if "loss" in logs else "eval"]
-                for name, values in kept.items():
-                    logs[name] = torch.tensor(values).mean().item()
-                kept.clear()
-                return super().log(logs, start_time)
-
-        return StoringTrainer
+        def log(self, logs, start_time=None):
+            kept = self.stored["train" if "loss" in logs else "eval"]
+            for name, values in kept.items():
+                logs[name] = torch.tensor(values).mean().item()
+            kept.clear()
+            return super().log(logs, start_time)
 
     theirs, ours = run_both(
-        tmp_path, storing, classes=True, logging_steps=3, eval_strategy="steps", eval_steps=3, max_steps=6,
+        tmp_path, StoringTrainer, classes=True, logging_steps=3, eval_strategy="steps", eval_steps=3, max_steps=6,
         parts={"eval_dataset": lambda: class_rows(6, seed=1)},
     )  # fmt: skip
     assert_equal(theirs, ours, but=("start_time",))
@@ -155,114 +143,98 @@ def test_parts_of_the_loss_kept_until_a_log_are_averaged_in_it(tmp_path):
 
 
 def test_an_auxiliary_loss_is_added_to_what_super_returns(tmp_path):
-    def adding(base):
-        class AuxiliaryTrainer(base):
-            def compute_loss(self, model, inputs, *args, **kwargs):
-                outputs_too = kwargs.pop("return_outputs", False)
-                loss, outputs = super().compute_loss(model, inputs, *args, return_outputs=True, **kwargs)
-                loss = loss + 0.01 * torch.logsumexp(outputs.logits, dim=-1).pow(2).mean()
-                return (loss, outputs) if outputs_too else loss
+    class AuxiliaryTrainer:
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            outputs_too = kwargs.pop("return_outputs", False)
+            loss, outputs = super().compute_loss(model, inputs, *args, return_outputs=True, **kwargs)
+            loss = loss + 0.01 * torch.logsumexp(outputs.logits, dim=-1).pow(2).mean()
+            return (loss, outputs) if outputs_too else loss
 
-        return AuxiliaryTrainer
-
-    assert_equal(*run_both(tmp_path, adding, classes=True, gradient_accumulation_steps=2, num_train_epochs=2))
+    assert_equal(*run_both(tmp_path, AuxiliaryTrainer, classes=True, gradient_accumulation_steps=2, num_train_epochs=2))
 
 
 def test_a_distance_from_the_first_weights_holds_them_near(tmp_path):
-    def anchored(base):
-        class AnchoredTrainer(base):
-            def __init__(self, *args, strength=0.5, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.strength = strength
-                self.anchors = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+    class AnchoredTrainer:
+        def __init__(self, *args, strength=0.5, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.strength = strength
+            self.anchors = {name: value.detach().clone() for name, value in self.model.named_parameters()}
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-                distance = sum((value - self.anchors[name]).pow(2).sum() for name, value in model.named_parameters())
-                self.log({"distance": distance.item()})
-                loss = loss + self.strength * distance
-                return (loss, outputs) if return_outputs else loss
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            distance = sum((value - self.anchors[name]).pow(2).sum() for name, value in model.named_parameters())
+            self.log({"distance": distance.item()})
+            loss = loss + self.strength * distance
+            return (loss, outputs) if return_outputs else loss
 
-        return AnchoredTrainer
-
-    assert_equal(*run_both(tmp_path, anchored, classes=True))
+    assert_equal(*run_both(tmp_path, AnchoredTrainer, classes=True))
 
 
 def test_weights_of_losses_set_on_the_model_after_construction_are_trained(tmp_path):
-    def uncertain(base):
-        class UncertaintyTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.model.log_variances = nn.Parameter(torch.zeros(2))
+    class UncertaintyTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model.log_variances = nn.Parameter(torch.zeros(2))
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                outputs = model(**inputs)
-                losses = torch.stack([outputs.loss, outputs.logits.abs().mean()])
-                loss = (torch.exp(-model.log_variances) * losses + model.log_variances).sum()
-                return (loss, outputs) if return_outputs else loss
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            losses = torch.stack([outputs.loss, outputs.logits.abs().mean()])
+            loss = (torch.exp(-model.log_variances) * losses + model.log_variances).sum()
+            return (loss, outputs) if return_outputs else loss
 
-        return UncertaintyTrainer
-
-    theirs, ours = run_both(tmp_path, uncertain, classes=True, optim="adamw_torch")
+    theirs, ours = run_both(tmp_path, UncertaintyTrainer, classes=True, optim="adamw_torch")
     assert_equal(theirs, ours)
     assert ours.weights["log_variances"].abs().min() > 0
 
 
 def test_a_curriculum_goes_by_the_epoch_of_the_state(tmp_path):
-    def curriculum(base):
-        class CurriculumTrainer(base):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                outputs = model(**inputs)
-                share = min(1.0, self.state.epoch / self.args.num_train_epochs + 1 / max(self.state.max_steps, 1))
-                self.log({"share": share})
-                loss = share * outputs.loss
-                return (loss, outputs) if return_outputs else loss
+    class CurriculumTrainer:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            share = min(1.0, self.state.epoch / self.args.num_train_epochs + 1 / max(self.state.max_steps, 1))
+            self.log({"share": share})
+            loss = share * outputs.loss
+            return (loss, outputs) if return_outputs else loss
 
-        return CurriculumTrainer
-
-    theirs, ours = run_both(tmp_path, curriculum, classes=True, num_train_epochs=2, gradient_accumulation_steps=2)
+    theirs, ours = run_both(
+        tmp_path, CurriculumTrainer, classes=True, num_train_epochs=2, gradient_accumulation_steps=2
+    )
     assert_equal(theirs, ours)
 
 
 def test_a_loss_that_is_small_enough_stops_the_run_from_compute_loss(tmp_path):
-    def stopping(base):
-        class StoppingTrainer(base):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                loss = super().compute_loss(model, inputs)
-                if self.state.global_step == 1:
-                    self.control.should_log = True
-                if self.state.global_step == 2:
-                    self.control.should_training_stop = True
-                return loss
+    class StoppingTrainer:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs)
+            if self.state.global_step == 1:
+                self.control.should_log = True
+            if self.state.global_step == 2:
+                self.control.should_training_stop = True
+            return loss
 
-        return StoppingTrainer
-
-    theirs, ours = run_both(tmp_path, stopping, classes=True, logging_steps=100)
+    theirs, ours = run_both(tmp_path, StoppingTrainer, classes=True, logging_steps=100)
     assert_equal(theirs, ours)
     assert ours.trainer.state.global_step == 3
 
 
 def test_mixed_up_samples_are_drawn_from_a_generator_of_ones_own(tmp_path):
-    def mixing(base):
-        class MixupTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.draws = torch.Generator().manual_seed(3)
+    class MixupTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.draws = torch.Generator().manual_seed(3)
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                if not model.training:
-                    return super().compute_loss(model, inputs, return_outputs)
-                features, labels = inputs["x"], inputs["labels"]
-                share = torch.rand((), generator=self.draws)
-                order = torch.randperm(len(features), generator=self.draws)
-                logits = model(x=share * features + (1 - share) * features[order]).logits
-                first, second = (functional.cross_entropy(logits, kind) for kind in (labels, labels[order]))
-                return share * first + (1 - share) * second
-
-        return MixupTrainer
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if not model.training:
+                return super().compute_loss(model, inputs, return_outputs)
+            features, labels = inputs["x"], inputs["labels"]
+            share = torch.rand((), generator=self.draws)
+            order = torch.randperm(len(features), generator=self.draws)
+            logits = model(x=share * features + (1 - share) * features[order]).logits
+            first, second = (functional.cross_entropy(logits, kind) for kind in (labels, labels[order]))
+            return share * first + (1 - share) * second
 
     theirs, ours = run_both(
-        tmp_path, mixing, classes=True, per_device_train_batch_size=4, num_train_epochs=2, eval_strategy="epoch",
+        tmp_path, MixupTrainer, classes=True, per_device_train_batch_size=4, num_train_epochs=2, eval_strategy="epoch",
         parts={"eval_dataset": lambda: class_rows(6, seed=1)},
     )  # fmt: skip
     assert_equal(theirs, ours)
@@ -294,19 +266,16 @@ def test_two_noisy_forwards_of_a_batch_must_agree(tmp_path):
 
 
 def test_a_sum_over_the_count_is_scaled_by_the_processes_as_in_copied_code(tmp_path):
-    def summed(base):
-        class SummedTrainer(base):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                outputs = model(**inputs)
-                loss = functional.cross_entropy(outputs.logits, inputs["labels"], reduction="sum")
-                if num_items_in_batch is None:
-                    num_items_in_batch = inputs["labels"].numel()
-                loss = loss / num_items_in_batch
-                if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs:
-                    loss = loss * self.accelerator.num_processes
-                return (loss, outputs) if return_outputs else loss
-
-        return SummedTrainer
+    class SummedTrainer:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = functional.cross_entropy(outputs.logits, inputs["labels"], reduction="sum")
+            if num_items_in_batch is None:
+                num_items_in_batch = inputs["labels"].numel()
+            loss = loss / num_items_in_batch
+            if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs:
+                loss = loss * self.accelerator.num_processes
+            return (loss, outputs) if return_outputs else loss
 
     class Counting(Classes):
         loss_function = staticmethod(functional.cross_entropy)
@@ -315,7 +284,12 @@ def test_a_sum_over_the_count_is_scaled_by_the_processes_as_in_copied_code(tmp_p
             return super().forward(x, labels)
 
     theirs, ours = run_both(
-        tmp_path, summed, classes=True, parts={"model": Counting}, gradient_accumulation_steps=2, num_train_epochs=2
+        tmp_path,
+        SummedTrainer,
+        classes=True,
+        parts={"model": Counting},
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
     )
     once, twice = ours.called("compute_loss")[:2]  # what it is divided by is seen in the first micro-batch
     assert twice["num_items_in_batch"] == 2 * once["num_items_in_batch"]
@@ -325,22 +299,19 @@ def test_a_sum_over_the_count_is_scaled_by_the_processes_as_in_copied_code(tmp_p
 
 
 def test_a_frozen_copy_of_the_first_model_is_the_reference(tmp_path):
-    def referring(base):
-        class ReferenceTrainer(base):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.reference = copy.deepcopy(self.accelerator.unwrap_model(self.model)).eval().requires_grad_(False)
+    class ReferenceTrainer:
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.reference = copy.deepcopy(self.accelerator.unwrap_model(self.model)).eval().requires_grad_(False)
 
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                labels = inputs["labels"]
-                own, known = (
-                    torch.log_softmax(kind(x=inputs["x"]).logits, -1).gather(-1, labels[:, None]).squeeze(-1)
-                    for kind in (model, self.reference)
-                )
-                margins = self.accelerator.gather_for_metrics((own - known).detach())
-                self.log({"margin": margins.mean().item()})
-                return -functional.logsigmoid(0.5 * (own - known)).mean()
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs["labels"]
+            own, known = (
+                torch.log_softmax(kind(x=inputs["x"]).logits, -1).gather(-1, labels[:, None]).squeeze(-1)
+                for kind in (model, self.reference)
+            )
+            margins = self.accelerator.gather_for_metrics((own - known).detach())
+            self.log({"margin": margins.mean().item()})
+            return -functional.logsigmoid(0.5 * (own - known)).mean()
 
-        return ReferenceTrainer
-
-    assert_equal(*run_both(tmp_path, referring, classes=True))
+    assert_equal(*run_both(tmp_path, ReferenceTrainer, classes=True))

@@ -46,116 +46,96 @@ def test_a_rate_that_falls_from_layer_to_layer_with_the_optimizer_of_the_argumen
 
 
 def test_groups_of_super_are_split_afterwards(tmp_path):
-    def splitting(base):
-        class SplittingTrainer(base):
-            def create_optimizer(self, model=None):
-                optimizer = super().create_optimizer(model)
-                heads = {id(weight) for weight in self.model.head.parameters()}
-                for group in list(optimizer.param_groups):
-                    own = [weight for weight in group["params"] if id(weight) in heads]
-                    group["params"] = [weight for weight in group["params"] if id(weight) not in heads]
-                    if own:
-                        options = {name: value for name, value in group.items() if name != "params"}
-                        optimizer.add_param_group({**options, "params": own, "lr": 10 * group["lr"]})
-                return optimizer
-
-        return SplittingTrainer
+    class SplittingTrainer:
+        def create_optimizer(self, model=None):
+            optimizer = super().create_optimizer(model)
+            heads = {id(weight) for weight in self.model.head.parameters()}
+            for group in list(optimizer.param_groups):
+                own = [weight for weight in group["params"] if id(weight) in heads]
+                group["params"] = [weight for weight in group["params"] if id(weight) not in heads]
+                if own:
+                    options = {name: value for name, value in group.items() if name != "params"}
+                    optimizer.add_param_group({**options, "params": own, "lr": 10 * group["lr"]})
+            return optimizer
 
     assert_equal(
-        *run_both(tmp_path, splitting, optim="adamw_torch", learning_rate=0.01, num_train_epochs=2), but=("model",)
+        *run_both(tmp_path, SplittingTrainer, optim="adamw_torch", learning_rate=0.01, num_train_epochs=2),
+        but=("model",),
     )
 
 
 def test_the_optimizer_is_built_before_super_is_asked(tmp_path):
-    def building(base):
-        class BuildingTrainer(base):
-            def create_optimizer(self, *args, **kwargs):
-                if self.optimizer is None:
-                    self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=self.args.learning_rate / 10)
-                return super().create_optimizer(*args, **kwargs)
+    class BuildingTrainer:
+        def create_optimizer(self, *args, **kwargs):
+            if self.optimizer is None:
+                self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=self.args.learning_rate / 10)
+            return super().create_optimizer(*args, **kwargs)
 
-            def create_scheduler(self, num_training_steps, optimizer=None):
-                if self.lr_scheduler is None:
-                    optimizer = self.optimizer if optimizer is None else optimizer
-                    self.lr_scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=num_training_steps + 1)
-                return super().create_scheduler(num_training_steps, optimizer)
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            if self.lr_scheduler is None:
+                optimizer = self.optimizer if optimizer is None else optimizer
+                self.lr_scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=num_training_steps + 1)
+            return super().create_scheduler(num_training_steps, optimizer)
 
-        return BuildingTrainer
-
-    theirs, ours = run_both(tmp_path, building, num_train_epochs=2)
+    theirs, ours = run_both(tmp_path, BuildingTrainer, num_train_epochs=2)
     assert_equal(theirs, ours, but=("args", "kwargs"))
 
 
 def test_a_schedule_with_two_phases_is_given_the_number_of_steps(tmp_path):
-    def phases(base):
-        class PhasesTrainer(base):
-            def create_scheduler(self, num_training_steps, optimizer=None):
-                warm = self.args.get_warmup_steps(num_training_steps)
+    class PhasesTrainer:
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            warm = self.args.get_warmup_steps(num_training_steps)
 
-                def factor(step):
-                    if step < warm:
-                        return (step + 1) / (warm + 1)
-                    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(num_training_steps - warm, 1)))
+            def factor(step):
+                if step < warm:
+                    return (step + 1) / (warm + 1)
+                return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(num_training_steps - warm, 1)))
 
-                self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, factor)
-                return self.lr_scheduler
+            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, factor)
+            return self.lr_scheduler
 
-        return PhasesTrainer
-
-    theirs, ours = run_both(tmp_path, phases, num_train_epochs=2, warmup_steps=2)
+    theirs, ours = run_both(tmp_path, PhasesTrainer, num_train_epochs=2, warmup_steps=2)
     assert_equal(theirs, ours)
     assert len(set(logged(ours.trainer, "learning_rate"))) > 4
 
 
 def test_both_are_built_by_the_older_method_that_returns_nothing(tmp_path):
-    def older(base):
-        class OlderTrainer(base):
-            def create_optimizer_and_scheduler(self, num_training_steps):
-                self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.args.learning_rate, eps=1e-6)
-                self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps)
+    class OlderTrainer:
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.args.learning_rate, eps=1e-6)
+            self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps)
 
-        return OlderTrainer
+    class TodaysTrainer:
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.args.learning_rate, eps=1e-6)
+            return self.optimizer
 
-    def of_today(base):  # the older method is not called there any more
-        class TodaysTrainer(base):
-            def create_optimizer(self, model=None):
-                self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.args.learning_rate, eps=1e-6)
-                return self.optimizer
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps)
+            return self.lr_scheduler
 
-            def create_scheduler(self, num_training_steps, optimizer=None):
-                self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps)
-                return self.lr_scheduler
-
-        return TodaysTrainer
-
-    theirs, ours = run_both(tmp_path, (of_today, older), num_train_epochs=2)
+    theirs, ours = run_both(tmp_path, (TodaysTrainer, OlderTrainer), num_train_epochs=2)
     assert ours.history == theirs.history
     assert all(torch.equal(value, theirs.weights[name]) for name, value in ours.weights.items())
 
 
 def test_a_static_choice_of_the_class_of_optimizers(tmp_path):
-    def choosing(base):
-        class ChoosingTrainer(base):
-            @staticmethod
-            def get_optimizer_cls_and_kwargs(args, model=None):
-                return torch.optim.Adagrad, {"lr": args.learning_rate, "lr_decay": 0.1}
+    class ChoosingTrainer:
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args, model=None):
+            return torch.optim.Adagrad, {"lr": args.learning_rate, "lr_decay": 0.1}
 
-        return ChoosingTrainer
-
-    theirs, ours = run_both(tmp_path, choosing, weight_decay=0.1)
+    theirs, ours = run_both(tmp_path, ChoosingTrainer, weight_decay=0.1)
     assert_equal(theirs, ours)
     assert isinstance(ours.trainer.optimizer, torch.optim.Adagrad)
 
 
 def test_names_of_decayed_parameters_leave_out_more(tmp_path):
-    def sparing(base):
-        class SparingTrainer(base):
-            def get_decay_parameter_names(self, model):
-                return [name for name in super().get_decay_parameter_names(model) if not name.startswith("head")]
+    class SparingTrainer:
+        def get_decay_parameter_names(self, model):
+            return [name for name in super().get_decay_parameter_names(model) if not name.startswith("head")]
 
-        return SparingTrainer
-
-    theirs, ours = run_both(tmp_path, sparing, optim="adamw_torch", weight_decay=0.5)
+    theirs, ours = run_both(tmp_path, SparingTrainer, optim="adamw_torch", weight_decay=0.5)
     assert_equal(theirs, ours)
     assert [len(group["params"]) for group in ours.trainer.optimizer.param_groups] == [1, 3]
 
@@ -178,69 +158,57 @@ def test_an_optimizer_around_another_looks_ahead(tmp_path):
                     weight.data.copy_(slow)
             return loss
 
-    def looking(base):
-        class LookaheadTrainer(base):
-            def create_optimizer(self, model=None):
-                if self.optimizer is None:
-                    self.optimizer = Lookahead(torch.optim.Adam(self.model.parameters(), lr=self.args.learning_rate))
-                return self.optimizer
+    class LookaheadTrainer:
+        def create_optimizer(self, model=None):
+            if self.optimizer is None:
+                self.optimizer = Lookahead(torch.optim.Adam(self.model.parameters(), lr=self.args.learning_rate))
+            return self.optimizer
 
-        return LookaheadTrainer
-
-    assert_equal(*run_both(tmp_path, looking, num_train_epochs=2), but=("model",))
+    assert_equal(*run_both(tmp_path, LookaheadTrainer, num_train_epochs=2), but=("model",))
 
 
 def test_a_part_of_the_model_is_left_out_of_the_optimizer_by_requires_grad(tmp_path):
-    def frozen(base):
-        class FrozenTrainer(base):
-            def create_optimizer(self, model=None):
-                for name, weight in self.model.named_parameters():
-                    weight.requires_grad_(name.startswith("head"))
-                return super().create_optimizer(model)
+    class FrozenTrainer:
+        def create_optimizer(self, model=None):
+            for name, weight in self.model.named_parameters():
+                weight.requires_grad_(name.startswith("head"))
+            return super().create_optimizer(model)
 
-        return FrozenTrainer
-
-    theirs, ours = run_both(tmp_path, frozen, optim="adamw_torch")
+    theirs, ours = run_both(tmp_path, FrozenTrainer, optim="adamw_torch")
     assert_equal(theirs, ours, but=("model",))
     assert ours.trainer.get_num_trainable_parameters() == theirs.trainer.get_num_trainable_parameters() == 4
 
 
 def test_gradients_are_clipped_by_layer_in_place_of_the_whole(tmp_path):
-    def by_layer(base):
-        class LayerClippingTrainer(base):
-            def _clip_grad_norm(self, model):
-                norms = [
-                    self.accelerator.clip_grad_norm_(layer.parameters(), self.args.max_grad_norm)
-                    for layer in (self.model.body, self.model.head)
-                ]
-                return torch.stack(norms).norm()
+    class LayerClippingTrainer:
+        def _clip_grad_norm(self, model):
+            norms = [
+                self.accelerator.clip_grad_norm_(layer.parameters(), self.args.max_grad_norm)
+                for layer in (self.model.body, self.model.head)
+            ]
+            return torch.stack(norms).norm()
 
-        return LayerClippingTrainer
-
-    assert_equal(*run_both(tmp_path, by_layer, max_grad_norm=0.5))
+    assert_equal(*run_both(tmp_path, LayerClippingTrainer, max_grad_norm=0.5))
 
 
 def test_rates_of_all_groups_are_added_to_the_log(tmp_path):
-    def telling(base):
-        class TellingTrainer(base):
-            def create_optimizer(self, model=None):
-                groups = [
-                    {"params": self.model.body.parameters(), "lr": 0.01, "name": "body"},
-                    {"params": self.model.head.parameters(), "lr": 0.1, "name": "head"},
-                ]
-                self.optimizer = torch.optim.SGD(groups, lr=self.args.learning_rate, momentum=0.9)
-                return self.optimizer
+    class TellingTrainer:
+        def create_optimizer(self, model=None):
+            groups = [
+                {"params": self.model.body.parameters(), "lr": 0.01, "name": "body"},
+                {"params": self.model.head.parameters(), "lr": 0.1, "name": "head"},
+            ]
+            self.optimizer = torch.optim.SGD(groups, lr=self.args.learning_rate, momentum=0.9)
+            return self.optimizer
 
-            def log(self, logs, *args, **kwargs):
-                if "loss" in logs:
-                    for group in self.optimizer.param_groups:
-                        logs[f"rate_{group['name']}"] = group["lr"]
-                    logs["rates"] = self.get_learning_rates()
-                super().log(logs, *args, **kwargs)
+        def log(self, logs, *args, **kwargs):
+            if "loss" in logs:
+                for group in self.optimizer.param_groups:
+                    logs[f"rate_{group['name']}"] = group["lr"]
+                logs["rates"] = self.get_learning_rates()
+            super().log(logs, *args, **kwargs)
 
-        return TellingTrainer
-
-    theirs, ours = run_both(tmp_path, telling, lr_scheduler_type="cosine")
+    theirs, ours = run_both(tmp_path, TellingTrainer, lr_scheduler_type="cosine")
     assert_equal(theirs, ours, but=("model", "args", "kwargs"))
 
 
@@ -254,15 +222,12 @@ def test_an_override_of_the_inside_of_the_loop_says_what_to_override(make_traine
 
 
 def test_weight_decay_of_norms_is_switched_on_by_the_arguments_of_a_subclass(tmp_path):
-    def decaying(base):
-        class DecayingTrainer(base):
-            decays_all = True
+    class DecayingTrainer:
+        decays_all = True
 
-            def get_decay_parameter_names(self, model):
-                if self.decays_all:
-                    return [name for name, _ in model.named_parameters()]
-                return super().get_decay_parameter_names(model)
+        def get_decay_parameter_names(self, model):
+            if self.decays_all:
+                return [name for name, _ in model.named_parameters()]
+            return super().get_decay_parameter_names(model)
 
-        return DecayingTrainer
-
-    assert_equal(*run_both(tmp_path, decaying, optim="sgd", weight_decay=0.5))
+    assert_equal(*run_both(tmp_path, DecayingTrainer, optim="sgd", weight_decay=0.5))

@@ -25,29 +25,23 @@ def evaluated(**parts):
 
 
 def test_outputs_are_a_dict_of_the_loss_and_two_tensors(tmp_path):
-    def two(base):
-        class TwoTensorsTrainer(base):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                outputs = model(**inputs)
-                loss = outputs.loss
-                both = {"loss": loss, "logits": outputs.logits, "scores": outputs.logits.softmax(-1)}
-                return (loss, both) if return_outputs else loss
+    class TwoTensorsTrainer:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = outputs.loss
+            both = {"loss": loss, "logits": outputs.logits, "scores": outputs.logits.softmax(-1)}
+            return (loss, both) if return_outputs else loss
 
-        return TwoTensorsTrainer
-
-    assert_equal(*run_both(tmp_path, two, **evaluated()))
+    assert_equal(*run_both(tmp_path, TwoTensorsTrainer, **evaluated()))
 
 
 def test_outputs_are_a_tuple_whose_first_is_the_loss(tmp_path):
-    def tuples(base):
-        class TupleTrainer(base):
-            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                outputs = model(**inputs)
-                return (outputs.loss, (outputs.loss, outputs.logits)) if return_outputs else outputs.loss
+    class TupleTrainer:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            return (outputs.loss, (outputs.loss, outputs.logits)) if return_outputs else outputs.loss
 
-        return TupleTrainer
-
-    assert_equal(*run_both(tmp_path, tuples, **evaluated()))
+    assert_equal(*run_both(tmp_path, TupleTrainer, **evaluated()))
 
 
 def test_outputs_that_are_the_logits_alone_keep_their_first_row(tmp_path):
@@ -76,141 +70,118 @@ def test_outputs_that_are_the_logits_alone_keep_their_first_row(tmp_path):
 
 
 def test_predictions_of_unequal_widths_are_padded(tmp_path):
-    def ragged(base):
-        class RaggedTrainer(base):
-            def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-                loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
-                width = 1 + int(labels[0])
-                return loss, logits[:, :width], labels
+    class RaggedTrainer:
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+            width = 1 + int(labels[0])
+            return loss, logits[:, :width], labels
 
-        return RaggedTrainer
-
-    theirs, ours = run_both(tmp_path, ragged, **evaluated())
+    theirs, ours = run_both(tmp_path, RaggedTrainer, **evaluated())
     assert_equal(theirs, ours, but=("prediction_loss_only",))
 
 
 def test_a_loss_of_each_row_is_returned_by_the_prediction_step(tmp_path):
-    def by_row(base):
-        class RowsTrainer(base):
-            def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-                inputs = self._prepare_inputs(inputs)
-                with torch.no_grad():
-                    logits = model(x=inputs["x"]).logits
-                losses = functional.cross_entropy(logits, inputs["labels"], reduction="none")
-                return losses.mean(), losses[:, None], inputs["labels"]
+    class RowsTrainer:
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad():
+                logits = model(x=inputs["x"]).logits
+            losses = functional.cross_entropy(logits, inputs["labels"], reduction="none")
+            return losses.mean(), losses[:, None], inputs["labels"]
 
-        return RowsTrainer
-
-    assert_equal(*run_both(tmp_path, by_row, **evaluated()), but=("prediction_loss_only",))
+    assert_equal(*run_both(tmp_path, RowsTrainer, **evaluated()), but=("prediction_loss_only",))
 
 
 def test_no_loss_is_returned_by_the_prediction_step(tmp_path):
-    def without(base):
-        class WithoutLossTrainer(base):
-            def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-                inputs = self._prepare_inputs(inputs)
-                with torch.no_grad():
-                    return None, model(x=inputs["x"]).logits, inputs["labels"]
+    class WithoutLossTrainer:
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad():
+                return None, model(x=inputs["x"]).logits, inputs["labels"]
 
-        return WithoutLossTrainer
-
-    theirs, ours = run_both(tmp_path, without, **evaluated())
+    theirs, ours = run_both(tmp_path, WithoutLossTrainer, **evaluated())
     assert_equal(theirs, ours, but=("prediction_loss_only",))
     assert not any("eval_loss" in entry for entry in ours.history)
 
 
 def test_an_older_copy_of_log_appends_to_the_history_itself(tmp_path):
-    def copied(base):
-        class CopiedLogTrainer(base):
-            def log(self, logs, start_time=None):
-                if self.state.epoch is not None:
-                    logs["epoch"] = round(self.state.epoch, 2)
-                self.state.log_history.append({**logs, "step": self.state.global_step})
-                self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
-
-        return CopiedLogTrainer
+    class CopiedLogTrainer:
+        def log(self, logs, start_time=None):
+            if self.state.epoch is not None:
+                logs["epoch"] = round(self.state.epoch, 2)
+            self.state.log_history.append({**logs, "step": self.state.global_step})
+            self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     theirs, ours = run_both(
-        tmp_path, copied, num_train_epochs=3, eval_strategy="epoch", parts={"eval_dataset": lambda: rows(4, seed=1)}
+        tmp_path,
+        CopiedLogTrainer,
+        num_train_epochs=3,
+        eval_strategy="epoch",
+        parts={"eval_dataset": lambda: rows(4, seed=1)},
     )
     assert_equal(theirs, ours, but=("start_time",))
 
 
 def test_entries_that_are_not_wanted_are_not_logged(tmp_path):
-    def silent(base):
-        class SilentTrainer(base):
-            def log(self, logs, *args, **kwargs):
-                if "train_runtime" in logs or self.state.global_step % 2:
-                    return
-                logs.pop("grad_norm", None)
-                super().log(logs, *args, **kwargs)
+    class SilentTrainer:
+        def log(self, logs, *args, **kwargs):
+            if "train_runtime" in logs or self.state.global_step % 2:
+                return
+            logs.pop("grad_norm", None)
+            super().log(logs, *args, **kwargs)
 
-        return SilentTrainer
-
-    theirs, ours = run_both(tmp_path, silent)
+    theirs, ours = run_both(tmp_path, SilentTrainer)
     assert_equal(theirs, ours, but=("args",))
     assert [entry["step"] for entry in ours.history] == [2, 4]
 
 
 def test_a_shuffled_loader_without_a_generator_draws_from_the_seed_of_the_run(tmp_path):
-    def shuffled(base):
-        class ShuffledTrainer(base):
-            def get_train_dataloader(self):
-                return DataLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=stack)
+    class ShuffledTrainer:
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=stack)
 
-        return ShuffledTrainer
-
-    assert_equal(*run_both(tmp_path, shuffled, num_train_epochs=3))
+    assert_equal(*run_both(tmp_path, ShuffledTrainer, num_train_epochs=3))
 
 
 def test_a_step_returns_a_loss_of_another_scale_than_it_trains(tmp_path):
-    def scaled(base):
-        class ScaledTrainer(base):
-            def training_step(self, model, inputs, num_items_in_batch=None):
-                loss = super().training_step(model, inputs, num_items_in_batch)
-                return loss * self.args.gradient_accumulation_steps
+    class ScaledTrainer:
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            return loss * self.args.gradient_accumulation_steps
 
-        return ScaledTrainer
-
-    assert_equal(*run_both(tmp_path, scaled, gradient_accumulation_steps=2, num_train_epochs=2))
+    assert_equal(*run_both(tmp_path, ScaledTrainer, gradient_accumulation_steps=2, num_train_epochs=2))
 
 
 def test_a_loss_function_is_chosen_by_the_constructor_after_super(tmp_path):
-    def chosen(base):
-        class ChosenLossTrainer(base):
-            def __init__(self, *args, smoothing=0.1, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.smoothing = smoothing
-                self.compute_loss_func = self.smooth
+    class ChosenLossTrainer:
+        def __init__(self, *args, smoothing=0.1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.smoothing = smoothing
+            self.compute_loss_func = self.smooth
 
-            def smooth(self, outputs, labels, num_items_in_batch=None):
-                losses = functional.cross_entropy(
-                    outputs.logits, labels, reduction="sum", label_smoothing=self.smoothing
-                )
-                return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+        def smooth(self, outputs, labels, num_items_in_batch=None):
+            losses = functional.cross_entropy(outputs.logits, labels, reduction="sum", label_smoothing=self.smoothing)
+            return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
-        return ChosenLossTrainer
-
-    assert_equal(*run_both(tmp_path, chosen, classes=True, gradient_accumulation_steps=2, num_train_epochs=2))
+    assert_equal(
+        *run_both(tmp_path, ChosenLossTrainer, classes=True, gradient_accumulation_steps=2, num_train_epochs=2)
+    )
 
 
 def test_values_that_json_cannot_write_are_turned_by_log(tmp_path):
-    def turning(base):
-        class TurningTrainer(base):
-            def training_step(self, model, inputs, num_items_in_batch=None):
-                loss = super().training_step(model, inputs, num_items_in_batch)
-                self.log({"norms": [weight.grad.norm() for weight in model.parameters()], "loss_now": loss})
-                return loss
+    class TurningTrainer:
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self.log({"norms": [weight.grad.norm() for weight in model.parameters()], "loss_now": loss})
+            return loss
 
-            def log(self, logs, *args, **kwargs):
-                plain = {}
-                for name, value in logs.items():
-                    if isinstance(value, list):
-                        value = torch.stack(value).mean()
-                    plain[name] = value.item() if isinstance(value, torch.Tensor) else value
-                json.dumps(plain)
-                super().log(plain, *args, **kwargs)
+        def log(self, logs, *args, **kwargs):
+            plain = {}
+            for name, value in logs.items():
+                if isinstance(value, list):
+                    value = torch.stack(value).mean()
+                plain[name] = value.item() if isinstance(value, torch.Tensor) else value
+            json.dumps(plain)
+            super().log(plain, *args, **kwargs)
 
-        return TurningTrainer
-
-    assert_equal(*run_both(tmp_path, turning), but=("args", "logs"))
+    assert_equal(*run_both(tmp_path, TurningTrainer), but=("args", "logs"))

@@ -71,20 +71,17 @@ def test_a_checkpoint_of_transformers_is_resumed_where_an_override_writes_the_mo
 
 
 def test_a_model_is_written_under_another_name_by_save_model(tmp_path):
-    def renaming(base):
-        class RenamingTrainer(base):
-            def save_model(self, output_dir=None, _internal_call=False):
-                folder = Path(output_dir or self.args.output_dir) / "final"
-                folder.mkdir(parents=True, exist_ok=True)
-                torch.save(self.model.state_dict(), folder / "weights.pt")
-
-        return RenamingTrainer
+    class RenamingTrainer:
+        def save_model(self, output_dir=None, _internal_call=False):
+            folder = Path(output_dir or self.args.output_dir) / "final"
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.model.state_dict(), folder / "weights.pt")
 
     def use(trainer):
         trainer.train()
         trainer.save_model()
 
-    theirs, ours = run_both(tmp_path, renaming, use=use, **SAVING)
+    theirs, ours = run_both(tmp_path, RenamingTrainer, use=use, **SAVING)
     assert_equal(theirs, ours, but=("output_dir",))
     for name in ("final/weights.pt", "checkpoint-2/final/weights.pt"):
         saved, expected = (torch.load(side.folder / name, weights_only=True) for side in (ours, theirs))
@@ -110,17 +107,14 @@ def test_a_file_is_added_to_each_checkpoint(tmp_path):
 
 
 def test_the_folder_of_a_checkpoint_is_made_before_super_saves_it(tmp_path):
-    def making(base):
-        class MakingTrainer(base):
-            def _save_checkpoint(self, model, trial, **kwargs):
-                folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "before.txt").write_text("before")
-                return super()._save_checkpoint(model, trial, **kwargs)
+    class MakingTrainer:
+        def _save_checkpoint(self, model, trial, **kwargs):
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "before.txt").write_text("before")
+            return super()._save_checkpoint(model, trial, **kwargs)
 
-        return MakingTrainer
-
-    theirs, ours = run_both(tmp_path, making, **SAVING)
+    theirs, ours = run_both(tmp_path, MakingTrainer, **SAVING)
     assert_equal(theirs, ours)
     same_files(theirs, ours, "checkpoint-2/before.txt", "checkpoint-2/model.safetensors")
 
@@ -146,17 +140,14 @@ def test_what_was_written_before_a_save_that_fails_is_still_there(make_trainer):
 
 
 def test_a_checkpoint_that_is_a_projector_alone_is_written_without_super(tmp_path):
-    def projecting(base):
-        class ProjectorTrainer(base):
-            def _save_checkpoint(self, model, trial, metrics=None):
-                folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-                folder.mkdir(parents=True, exist_ok=True)
-                weights = {name: value for name, value in self.model.named_parameters() if "body" in name}
-                torch.save({name: value.detach().cpu() for name, value in weights.items()}, folder / "projector.bin")
+    class ProjectorTrainer:
+        def _save_checkpoint(self, model, trial, metrics=None):
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            weights = {name: value for name, value in self.model.named_parameters() if "body" in name}
+            torch.save({name: value.detach().cpu() for name, value in weights.items()}, folder / "projector.bin")
 
-        return ProjectorTrainer
-
-    theirs, ours = run_both(tmp_path, projecting, **SAVING)
+    theirs, ours = run_both(tmp_path, ProjectorTrainer, **SAVING)
     assert_equal(theirs, ours)
     assert ours.files("checkpoint-2") == theirs.files("checkpoint-2") == ["projector.bin"]
 
@@ -207,47 +198,38 @@ def train_and_resume(trainer):
 
 
 def test_a_resume_with_a_fresh_optimizer_overrides_what_loads_the_old_one(tmp_path):
-    def fresh(base):
-        class FreshTrainer(base):
-            def _load_optimizer_and_scheduler(self, checkpoint):
-                return
-
-        return FreshTrainer
+    class FreshTrainer:
+        def _load_optimizer_and_scheduler(self, checkpoint):
+            return
 
     options = {"optim": "adamw_torch", "lr_scheduler_type": "linear", **SAVING}
-    theirs, ours = run_both(tmp_path, fresh, use=train_and_resume, **options)
+    theirs, ours = run_both(tmp_path, FreshTrainer, use=train_and_resume, **options)
     assert_equal(theirs, ours)
     assert ours.result[1] == [0.05, 0.05]
 
 
 def test_weights_are_loaded_from_a_checkpoint_by_ones_own_alone(tmp_path):
-    def partly(base):
-        class PartlyTrainer(base):
-            def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-                saved = load_file(Path(resume_from_checkpoint) / "model.safetensors")
-                head = {name.removeprefix("head."): value for name, value in saved.items() if name.startswith("head")}
-                self.model.head.load_state_dict(head)
+    class PartlyTrainer:
+        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+            saved = load_file(Path(resume_from_checkpoint) / "model.safetensors")
+            head = {name.removeprefix("head."): value for name, value in saved.items() if name.startswith("head")}
+            self.model.head.load_state_dict(head)
 
-        return PartlyTrainer
-
-    theirs, ours = run_both(tmp_path, partly, use=train_and_resume, **SAVING)
+    theirs, ours = run_both(tmp_path, PartlyTrainer, use=train_and_resume, **SAVING)
     assert_equal(theirs, ours)
     assert not torch.equal(ours.result[0]["body.weight"], ours.weights["body.weight"])
 
 
 def test_heads_are_loaded_from_a_checkpoint_that_holds_no_whole_model(tmp_path):
-    def heads(base):
-        class HeadsTrainer(base):
-            def _save(self, output_dir=None, state_dict=None):
-                folder = Path(output_dir or self.args.output_dir, "extra")
-                folder.mkdir(parents=True, exist_ok=True)
-                save_file(dict(self.model.state_dict()), folder / "heads.safetensors")
+    class HeadsTrainer:
+        def _save(self, output_dir=None, state_dict=None):
+            folder = Path(output_dir or self.args.output_dir, "extra")
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(dict(self.model.state_dict()), folder / "heads.safetensors")
 
-            def _load_from_checkpoint(self, resume_from_checkpoint):
-                self.model.extra = nn.Linear(1, 1)  # with the weights of its file
-                self.model.load_state_dict(load_file(Path(resume_from_checkpoint, "extra", "heads.safetensors")))
-
-        return HeadsTrainer
+        def _load_from_checkpoint(self, resume_from_checkpoint):
+            self.model.extra = nn.Linear(1, 1)  # with the weights of its file
+            self.model.load_state_dict(load_file(Path(resume_from_checkpoint, "extra", "heads.safetensors")))
 
     def use(trainer):
         trainer.train()
@@ -256,7 +238,7 @@ def test_heads_are_loaded_from_a_checkpoint_that_holds_no_whole_model(tmp_path):
         return dict(again.model.state_dict())
 
     parts = {"model": lambda: WithExtra(has_it=True)}
-    theirs, ours = run_both(tmp_path, heads, use=use, parts=parts, optim="adamw_torch", **SAVING)
+    theirs, ours = run_both(tmp_path, HeadsTrainer, use=use, parts=parts, optim="adamw_torch", **SAVING)
     assert_equal(theirs, ours, but=("output_dir", "state_dict", "resume_from_checkpoint"))
     assert all(torch.equal(value, ours.weights[name]) for name, value in ours.result.items())
 
@@ -274,19 +256,16 @@ class WithExtra(Net):
 
 
 def test_the_best_model_is_loaded_by_ones_own(tmp_path):
-    def best(base):
-        class BestTrainer(base):
-            loaded = None
+    class BestTrainer:
+        loaded = None
 
-            def _load_best_model(self):
-                self.loaded = Path(self.state.best_model_checkpoint).name
-                state = load_file(Path(self.state.best_model_checkpoint) / "model.safetensors")
-                self.model.load_state_dict(state)
-
-        return BestTrainer
+        def _load_best_model(self):
+            self.loaded = Path(self.state.best_model_checkpoint).name
+            state = load_file(Path(self.state.best_model_checkpoint) / "model.safetensors")
+            self.model.load_state_dict(state)
 
     theirs, ours = run_both(
-        tmp_path, best, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=0.3,
+        tmp_path, BestTrainer, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=0.3,
         metric_for_best_model="loss", parts={"eval_dataset": lambda: rows(4, seed=1)},
         **{**SAVING, "num_train_epochs": 2},
     )  # fmt: skip
@@ -295,66 +274,54 @@ def test_the_best_model_is_loaded_by_ones_own(tmp_path):
 
 
 def test_generators_that_are_not_loaded_do_not_keep_a_run_from_resuming(tmp_path):
-    def forgetting(base):
-        class ForgettingTrainer(base):
-            def _load_rng_state(self, checkpoint):
-                self.asked = Path(checkpoint).name
-
-        return ForgettingTrainer
+    class ForgettingTrainer:
+        def _load_rng_state(self, checkpoint):
+            self.asked = Path(checkpoint).name
 
     def use(trainer):
         trainer.train()
         trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
         return trainer.asked
 
-    theirs, ours = run_both(tmp_path, forgetting, use=use, **SAVING)
+    theirs, ours = run_both(tmp_path, ForgettingTrainer, use=use, **SAVING)
     assert ours.result == theirs.result == "checkpoint-2"
     assert all(torch.equal(value, theirs.weights[name]) for name, value in ours.weights.items())
 
 
 def test_a_push_that_copies_to_a_folder(tmp_path):
-    def copying(base):
-        class CopyingTrainer(base):
-            def push_to_hub(self, *args, **kwargs):
-                target = Path(self.args.output_dir) / "published"
-                self.save_model(str(target))
-                self.create_model_card(*args, **kwargs)
-                return str(target)
+    class CopyingTrainer:
+        def push_to_hub(self, *args, **kwargs):
+            target = Path(self.args.output_dir) / "published"
+            self.save_model(str(target))
+            self.create_model_card(*args, **kwargs)
+            return str(target)
 
-            def create_model_card(self, *args, **kwargs):
-                (Path(self.args.output_dir) / "published" / "README.md").write_text(f"# {kwargs['model_name']}\n")
+        def create_model_card(self, *args, **kwargs):
+            (Path(self.args.output_dir) / "published" / "README.md").write_text(f"# {kwargs['model_name']}\n")
 
-        return CopyingTrainer
-
-    theirs, ours = run_both(tmp_path, copying, use=lambda trainer: trainer.push_to_hub(model_name="small"))
+    theirs, ours = run_both(tmp_path, CopyingTrainer, use=lambda trainer: trainer.push_to_hub(model_name="small"))
     assert ours.result == theirs.result == "FOLDER/published"
     same_files(theirs, ours, "published/README.md", "published/model.safetensors")
 
 
 def test_checkpoints_go_to_a_folder_of_ones_own(tmp_path):
-    def foldered(base):
-        class FolderTrainer(base):
-            def _get_output_dir(self, trial):
-                return str(Path(self.args.output_dir) / "checkpoints")
+    class FolderTrainer:
+        def _get_output_dir(self, trial):
+            return str(Path(self.args.output_dir) / "checkpoints")
 
-        return FolderTrainer
-
-    theirs, ours = run_both(tmp_path, foldered, **SAVING)
+    theirs, ours = run_both(tmp_path, FolderTrainer, **SAVING)
     same_files(theirs, ours, "checkpoints/checkpoint-2/model.safetensors", "checkpoints/checkpoint-4/model.safetensors")
     assert not (ours.folder / "checkpoint-2").exists()
 
 
 def test_the_state_is_saved_with_more_beside_it(tmp_path):
-    def more(base):
-        class MoreTrainer(base):
-            def save_state(self):
-                super().save_state()
-                (Path(self.args.output_dir) / "args.json").write_text(json.dumps({"lr": self.args.learning_rate}))
+    class MoreTrainer:
+        def save_state(self):
+            super().save_state()
+            (Path(self.args.output_dir) / "args.json").write_text(json.dumps({"lr": self.args.learning_rate}))
 
-            def save_metrics(self, split, metrics, combined=True):
-                super().save_metrics(split, {f"my_{name}": value for name, value in metrics.items()}, combined)
-
-        return MoreTrainer
+        def save_metrics(self, split, metrics, combined=True):
+            super().save_metrics(split, {f"my_{name}": value for name, value in metrics.items()}, combined)
 
     def use(trainer):
         trainer.train()
@@ -362,6 +329,6 @@ def test_the_state_is_saved_with_more_beside_it(tmp_path):
         trainer.save_metrics("train", {"loss": 1.0})
         return json.loads((Path(trainer.args.output_dir) / "all_results.json").read_text())
 
-    theirs, ours = run_both(tmp_path, more, use=use)
+    theirs, ours = run_both(tmp_path, MoreTrainer, use=use)
     assert_equal(theirs, ours)
     same_files(theirs, ours, "args.json", "train_results.json")

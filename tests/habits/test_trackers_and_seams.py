@@ -4,14 +4,13 @@ import logging
 
 import pytest
 import torch
-from habit_parts import Net, assert_same, at_step, batches, by_hand, logged, rows, stack, when
-from torch.utils.data import DataLoader
+from habit_parts import Net, assert_same, at_step, logged, rows, stack
 from transformers import EarlyStoppingCallback as TheirEarlyStopping
 from transformers import PrinterCallback as TheirPrinter
 from transformers import ProgressCallback as TheirProgress
 from transformers import TrainerCallback as TheirCallback
 
-from tr_core import Trainer, TrainerCallback
+from tr_core import Trainer
 
 
 def test_a_callback_of_transformers_hears_the_events(make_trainer):
@@ -54,15 +53,6 @@ def test_the_printer_of_transformers_that_is_added_prints_every_log(make_trainer
     assert capsys.readouterr().out.count("'loss'") == 4
 
 
-def test_a_base_class_removed_removes_no_subclass(make_trainer):
-    class Mine(TrainerCallback):
-        pass
-
-    trainer = make_trainer(callbacks=[Mine()])
-    assert trainer.pop_callback(TrainerCallback) is None
-    assert type(trainer.pop_callback(Mine)) is Mine
-
-
 def test_two_trainers_that_take_turns_do_not_disturb_each_other(make_trainer):
     first, second = make_trainer(model=Net(dropout=0.5)), make_trainer(model=Net(seed=2))
     alone = make_trainer(model=Net(seed=2))
@@ -101,20 +91,6 @@ def test_an_overridden_evaluation_loop_called_by_keyword_gives_the_metrics(make_
     assert trainer.state.best_metric == 5.0
 
 
-def test_an_overridden_evaluate_that_returns_its_own_metrics_chooses_the_best(make_trainer):
-    class Own(Trainer):
-        def evaluate(self, *args, **kwargs):
-            metrics = super().evaluate(*args, **kwargs)
-            return {**metrics, "eval_score": float(self.state.global_step)}
-
-    trainer = make_trainer(
-        Own, eval_dataset=rows(4), eval_strategy="steps", eval_steps=1, metric_for_best_model="score",
-        greater_is_better=True,
-    )  # fmt: skip
-    trainer.train()
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (4.0, 4)
-
-
 def test_an_overridden_save_model_is_called_by_checkpoints_or_only_by_hand(make_trainer, tmp_path):
     calls = []
 
@@ -130,33 +106,10 @@ def test_an_overridden_save_model_is_called_by_checkpoints_or_only_by_hand(make_
     assert (tmp_path / "mine" / "model.safetensors").is_file()
 
 
-def test_the_loader_of_evaluations_may_have_another_batch_size(make_trainer):
-    class Own(Trainer):
-        def get_eval_dataloader(self, eval_dataset=None):
-            return DataLoader(self.eval_dataset if eval_dataset is None else eval_dataset, batch_size=3)
-
-    trainer = make_trainer(Own, eval_dataset=rows(8))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(Net()(**stack(rows(8)))["loss"].item())
-
-
 def test_the_level_of_the_root_logger_is_the_users_own(make_trainer):
     before = logging.getLogger().level
     make_trainer(log_level="debug").train()
     assert logging.getLogger().level == before
-
-
-def test_a_manual_loss_scale_in_a_gradient_hook_of_the_loss_acts(make_trainer):
-    class Scaled(Trainer):
-        def compute_loss(self, model, inputs, **rest):
-            loss = super().compute_loss(model, inputs, **rest)
-            if not rest.get("return_outputs"):
-                loss.register_hook(lambda gradient: gradient * 0.5)
-            return loss
-
-    trainer, other = make_trainer(Scaled), Net()
-    trainer.train()
-    by_hand(other, batches(rows()), rate=0.05)
-    assert_same(trainer.model, other)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
@@ -169,10 +122,3 @@ def test_anomaly_detection_around_a_run_finds_the_operation(make_trainer):
 
     with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values"):
         make_trainer(model=Broken()).train()
-
-
-def test_values_averaged_in_a_callback_stand_beside_the_loss(make_trainer):
-    trainer = make_trainer(logging_steps=2)
-    trainer.add_callback(when(on_step_begin=lambda state, **_: trainer.log_metric("number", state.global_step)))
-    trainer.train()
-    assert logged(trainer, "number") == [0.5, 2.5]
