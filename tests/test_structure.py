@@ -164,7 +164,6 @@ def test_capabilities_are_declared_and_not_asked_for():
     asked = re.compile(r"(get|has)attr\((self\.)?_?strategy, ")
     # What a user's strategy leaves out is added in one place; a strategy that surrounds another hands on the rest.
     assert sorted(str(path) for path, text in texts.items() if asked.search(text)) == [
-        "compat/own_clipping.py",
         "optim/fused_backward.py",
         "single_device.py",
     ]

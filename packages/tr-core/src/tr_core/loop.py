@@ -84,9 +84,9 @@ def train_step(run: Run, step: StepData) -> None:
     if number < step.size:
         raise ValueError(_too_few_batches(step.size - number))
     scope.weight, scope.total, scope.loss = 1.0, None, window.step_loss
-    window.grad_norm = norm = run.updates.clip_grad_norm(model, optimizer, run.plan.max_grad_norm)
+    window.grad_norm = norm = run.updates.clip_grad_norm(model, run.plan.max_grad_norm)
     fire("on_pre_optimizer_step")
-    applied = run.updates.step(optimizer)
+    applied = run.updates.step()
     fire("on_optimizer_step", applied=applied, left_out=window.left_out)
     window.end_step(norm, optimizer.param_groups[0]["lr"], applied=applied)
     if applied and not run.follows_metric:
@@ -126,7 +126,7 @@ def log_evaluate_save(run: Run) -> None:
     if control.should_log and has_news:
         run.log_window()
     if control.should_evaluate or control.should_save:
-        run.check_updates()
+        run.updates.check()
     if control.should_evaluate:
         evaluate(run)
         control.should_evaluate = False  # an override may fire no event that clears it

@@ -22,8 +22,9 @@ from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, sto
 from tr_core.model import TrainingMode
 from tr_core.model_io import forward_parameters, main_input_name
 from tr_core.optim.fused_backward import kind
-from tr_core.optim.nonfinite import UpdateGuard, choose_updates
+from tr_core.optim.nonfinite import choose_guard
 from tr_core.optim.schedules import follows_metric
+from tr_core.optim.updates import Updates
 from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import Preemption
 from tr_core.protocols import Stateful, Strategy
@@ -47,7 +48,7 @@ class Run:
     Attributes:
         strategy: applies updates, and exchanges values between ranks.
         watch: the last recorded values of what a user may change during the run.
-        updates: clips and applies gradients: the strategy, or a guard around it.
+        updates: clips and applies gradients.
         capture: captures and replays steps; None with `step_compile="off"`.
         count_targets: counts the targets of a step; None where nothing needs the count.
         take_batches: takes the batches of a step by an override; None without one.
@@ -68,7 +69,7 @@ class Run:
     window: LogWindow
     mode: TrainingMode
     watch: ChangeWatch
-    updates: Strategy | UpdateGuard
+    updates: Updates
     capture: StepCapture | None = None
     position: DataPosition = field(default_factory=DataPosition)
     log_files: LogFiles = field(default_factory=LogFiles)
@@ -97,7 +98,8 @@ class Run:
         args, model, wrapped = methods.args, methods.model, methods.model_wrapped
         tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
         window = LogWindow(strategy, tokens)
-        updates = choose_updates(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
+        guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
+        updates = Updates(strategy, optimizer, guard)
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.
         clears = strategy.forward_is_collective or strategy.binds_optimizer
         watch = ChangeWatch(args, model, optimizer, clears_gradients=clears)
@@ -139,12 +141,10 @@ class Run:
         self.schedule = cast("LRScheduler", methods.lr_scheduler)
         if self.watch.has_other_parameters(methods.model):
             self.watch.check_new_parameters(methods.model, self.optimizer)
-            self.check_updates()
-            self.updates = choose_updates(
+            self.updates.check()
+            self.updates.guard = choose_guard(
                 str(args.on_nonfinite), self.strategy, self.window, self.optimizer, methods.model_wrapped
             )
-            if self.capture is not None:
-                self.capture_steps()
         self.take_settings()
         if self.capture is not None:
             self.capture.settle(self._why_not_captured())
@@ -155,17 +155,16 @@ class Run:
             cast("Any", self.optimizer).clip_to(self.plan.max_grad_norm)
 
     def capture_steps(self) -> None:
-        """Begin to capture steps, and replay them where they fit."""
+        """Capture steps, and replay them where they fit."""
         methods = self.methods
 
         def max_norm() -> float | None:
             return self.plan.max_grad_norm
 
         why_not = self._why_not_captured()
-        if why_not is not None and self.capture is None and methods.args.step_compile == "graph":
+        if why_not is not None and methods.args.step_compile == "graph":
             raise ValueError(refused(why_not))
         self.capture = StepCapture(methods, self.strategy, self.optimizer, self.updates, max_norm, why_not)
-        self.updates = cast("UpdateGuard", self.capture.updates)
 
     def _why_not_captured(self) -> str | None:
         methods = self.methods
@@ -187,21 +186,12 @@ class Run:
 
     def use_strategy(self, strategy: Strategy) -> None:
         """Replace the strategy for the rest of the run."""
-        if self.updates is self.strategy:
-            self.updates = strategy
-        else:
-            cast("UpdateGuard", self.updates).strategy = strategy
-        self.strategy = strategy
+        self.strategy = self.updates.strategy = strategy
 
     def settle(self) -> None:
         """Wait for what the steps left queued on the device, so that its time counts as theirs. Sync."""
         if self.strategy.device.type in ("cuda", "xpu", "mps"):
             torch.accelerator.synchronize()
-
-    def check_updates(self) -> None:
-        """Raise if an update was not finite and `on_nonfinite` is `raise`. Sync: one read of the device."""
-        if self.updates is not self.strategy:
-            cast("UpdateGuard", self.updates).check()
 
     def fire(self, event: str, **extra: Any) -> None:
         """Send an event to the callbacks that define it."""
@@ -260,7 +250,7 @@ class Run:
             FloatingPointError: a loss or gradient was not finite, and `on_nonfinite` is `raise`.
             ValueError: a value that must be the same on all ranks was changed on some of them.
         """
-        self.check_updates()
+        self.updates.check()
         args, state, window = self.methods.args, self.methods.state, self.window
         shared = values_of_all_ranks(args, self.optimizer) if self.strategy.world_size > 1 else {}
         read = window.read()

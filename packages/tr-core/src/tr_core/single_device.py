@@ -197,7 +197,13 @@ class SingleDevice(StrategyDefaults):
         if not gradients:
             return torch.zeros((), device=self.device)  # torch's own functions return one on the CPU
         if self._are_of_one_kind:
-            return clip_together(gradients, max_norm)
+            # The result of torch's functions, to the bit. They sort the gradients by device and type, twice, which
+            # takes longer than the arithmetic for a small model.
+            with torch.no_grad():
+                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+                if max_norm is not None:
+                    torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            return norm
         if max_norm is not None:
             norm = nn.utils.clip_grad_norm_(self._parameters, max_norm)
         else:
@@ -259,16 +265,3 @@ def are_of_one_kind(parameters: list[torch.Tensor]) -> bool:
     kinds = {(type(parameter), parameter.device, parameter.dtype) for parameter in parameters}
     kind, device, _ = next(iter(kinds), (None, torch.device("meta"), None))
     return len(kinds) == 1 and kind is nn.Parameter and device.type in ("cpu", "cuda")
-
-
-@torch.no_grad()
-def clip_together(gradients: list[torch.Tensor], max_norm: float | None) -> torch.Tensor:
-    """Return the 2-norm of gradients, and scale them so that it is at most `max_norm`, unless that is None.
-
-    The result is that of `torch.nn.utils.clip_grad_norm_`, to the bit, if `are_of_one_kind`. That function sorts the
-    gradients by device and type, twice, which takes longer than the arithmetic for a small model.
-    """
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    if max_norm is not None:
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm

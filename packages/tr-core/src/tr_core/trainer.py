@@ -43,7 +43,6 @@ from tr_core.checkpoint.settings import Settings
 from tr_core.choose_strategy import log_launcher_settings, usable_strategy
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.compat.attributes import TransformersAttributes
-from tr_core.compat.own_clipping import OwnClipping
 from tr_core.compat.refused_hooks import refuse_unknown_hooks
 from tr_core.data.batches import AskedBatches, TakeBatches
 from tr_core.data.limits import dev_run_arguments, evaluates_training_batches, limited_batches, training_batches
@@ -935,6 +934,7 @@ class Trainer(TransformersAttributes):
         self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
         run = Run.begin(cast("TrainerMethods", self), strategy, plan, data, optimizer, schedule)
         run.ignore_keys = ignore_keys
+        run.updates.own_clip = self._clip_grad_norm if self.overrides("_clip_grad_norm") else None
         run.settings = Settings(run)
         resumed = None
         if resume not in (None, False):
@@ -957,10 +957,9 @@ class Trainer(TransformersAttributes):
         usual = self.strategy
         name = None if self.has_given_optimizer else str(self.args.optim)
         check_fused_backward(optimizer, usual, name, syncs_each_batch=plan.syncs_each_batch)
-        own_clipping = self.overrides("_clip_grad_norm")
         with fused_backward(usual, optimizer, self.model_wrapped, plan.max_grad_norm, self.logger.info) as strategy:
             self._set("strategy", strategy)  # overrides of `training_step` call its `backward`
-            use(cast("Strategy", OwnClipping(strategy, self._clip_grad_norm)) if own_clipping else strategy)
+            use(strategy)
             try:
                 yield
             finally:
@@ -2128,7 +2127,7 @@ class Trainer(TransformersAttributes):
         run = self._run_that_calls(_AFTER)
         control, window, position = self.control, run.window, run.position
         if control.should_log or control.should_evaluate or control.should_save:
-            run.check_updates()
+            run.updates.check()
         loss, began_s = window.loss_sum.clone(), time.time() - (time.perf_counter() - window.start_s)
         window.loss_sum, unchanged = loss, loss._version  # changed in place: a tensor that no one else has
         ended = position.is_at_epoch_end and position.samples == 0  # the position is in the next epoch then

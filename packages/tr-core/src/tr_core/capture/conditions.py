@@ -1,16 +1,14 @@
-"""Decide whether the steps of a run can be captured, and keep the loop's calls where an update was a captured one."""
+"""Decide whether the steps of a run can be captured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 
 from tr_args.fields.hardware import PrecisionFields
 from tr_core.optim.fused_backward import kind
-from tr_core.optim.nonfinite import UpdateGuard
 from tr_core.protocols import Strategy
 from tr_core.single_device import SingleDevice
 
@@ -61,43 +59,3 @@ def refused(reason: str) -> str:
         f"step_compile='graph' cannot capture the step: {reason}; change that, or set step_compile='auto', which "
         "trains by ordinary steps where it must"
     )
-
-
-class CapturedUpdates:
-    """Give the loop the gradient norm of a captured update, which is applied already; else clip and apply as usual."""
-
-    def __init__(self, updates: Strategy | UpdateGuard, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self.guard = None if updates is strategy else cast("UpdateGuard", updates)
-        self.norm: torch.Tensor | None = None
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy."""
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        if self.guard is not None:
-            self.guard.strategy = strategy
-
-    def clip_grad_norm(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
-    ) -> torch.Tensor:
-        """Return the norm before clipping."""
-        if self.norm is not None:
-            return self.norm
-        return (self.guard or self._strategy).clip_grad_norm(model, optimizer, max_norm)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply the gradients, unless a captured update did."""
-        if self.norm is not None:
-            self.norm = None
-            return True
-        return (self.guard or self._strategy).step(optimizer)
-
-    def check(self) -> None:
-        """Raise if the run must stop, as the guard does."""
-        if self.guard is not None:
-            self.guard.check()

@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from tr_core.capture import running
-from tr_core.capture.conditions import CapturedUpdates, refused
+from tr_core.capture.conditions import refused
 from tr_core.capture.parts import Gradients, Update
 from tr_core.capture.running import CapturedStep, OnCpu, OnCuda
 from tr_core.capture.values import Batch, BuiltInValues, NotCapturableError, Tensors, describe_shapes
 from tr_core.model_io import to_device
-from tr_core.optim.nonfinite import UpdateGuard
+from tr_core.optim.updates import Updates
 from tr_core.protocols import Strategy
-from tr_core.single_device import SingleDevice
 from tr_core.trainer_methods import TrainerMethods
 from tr_log import get_logger
 from tr_log.phases import doing
@@ -62,12 +61,9 @@ class StepCapture:
     """Capture the micro-batches and updates of one run, and run the captures.
 
     Args:
-        updates: what clips and applies gradients in ordinary steps.
+        updates: gets the gradient norm of an update that a capture has applied, and does not apply it again.
         max_norm: returns what gradients are clipped to now; None for no clipping.
         off: why no step of this run can be captured; None if nothing prevents it.
-
-    Attributes:
-        updates: what the loop calls to clip and apply gradients.
     """
 
     def __init__(
@@ -75,12 +71,12 @@ class StepCapture:
         methods: TrainerMethods,
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
-        updates: Strategy | UpdateGuard,
+        updates: Updates,
         max_norm: Callable[[], float | None],
         off: str | None,
     ) -> None:
         self._methods, self._strategy, self._optimizer, self._max_norm = methods, strategy, optimizer, max_norm
-        self.updates, self.num_captured = CapturedUpdates(updates, strategy), 0
+        self._updates, self.num_captured = updates, 0
         self._device, self._is_cuda = strategy.device, strategy.device.type == "cuda"
         self._is_slow = not self._is_cuda and running.cpp_compiler() is not None
         self._said: set[str] = set()
@@ -163,7 +159,7 @@ class StepCapture:
             rest = [cast("torch.Tensor", capture.run_update(self._gradients, self._rates))]
         elif not self._is_cuda:  # there the graph of the gradients holds the update too
             capture.run_update(rest[1:], self._rates)
-        self.updates.norm = rest[0].clone() if self._is_cuda else rest[0]
+        self._updates.captured_norm = rest[0].clone() if self._is_cuda else rest[0]
         self._gradients = []
         return loss
 
@@ -237,10 +233,10 @@ class StepCapture:
 
     def _why_no_update(self) -> str | None:
         """Return why the update of this step must be an ordinary one; None if it can be captured."""
-        updates, optimizer, handler = self.updates, self._optimizer, self._methods.callback_handler
+        updates, optimizer, handler = self._updates, self._optimizer, self._methods.callback_handler
         if updates.guard is not None:
             return "on_nonfinite is not 'log'"
-        if type(updates.strategy) is not SingleDevice:
+        if updates.own_clip is not None:
             return "clipping is overridden"
         hooks = (vars(optimizer).get("_optimizer_step_pre_hooks"), vars(optimizer).get("_optimizer_step_post_hooks"))
         if any(hooks):

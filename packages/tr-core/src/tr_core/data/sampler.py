@@ -201,15 +201,6 @@ class MicroBatch(NamedTuple):
     total: int | None
 
 
-def _iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Iterate; without a profiler, leave out torch's block for it, which costs as much as a small batch."""
-    iterator: Any = iter(loader)
-    is_here = type(iterator) is _SingleProcessDataLoaderIter
-    with suppress(StopIteration):
-        while True:
-            yield iterator._next_data() if is_here and not profiler._is_profiler_enabled else next(iterator)
-
-
 class SampledBatches:
     """A map-style data set in the Trainer's own order: any position costs the same."""
 
@@ -241,14 +232,21 @@ class SampledBatches:
             self._set_epoch(epoch)
         self._check_length(epoch)
         self._sampler.seek(epoch, position, names_epoch=self._set_epoch is not None)
-        sampler, full = self._sampler, self.samples_per_micro_batch
-        for index, inputs in enumerate(_iterate(self._loader)):
-            begin = position + index * full
-            if begin + full <= sampler.num_samples:
-                yield MicroBatch(inputs, 1.0, begin + full, full)
-            else:
-                share = take_slice(0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size)
-                yield MicroBatch(inputs, share.weight, share.end, share.end - begin)
+        sampler, full, end = self._sampler, self.samples_per_micro_batch, position
+        batches: Any = iter(self._loader)
+        is_here = type(batches) is _SingleProcessDataLoaderIter
+        with suppress(StopIteration):
+            while True:
+                # Without a profiler torch's block for it is left out, which costs as much as a small batch.
+                inputs = batches._next_data() if is_here and not profiler._is_profiler_enabled else next(batches)
+                begin, end = end, end + full
+                if end <= sampler.num_samples:
+                    yield MicroBatch(inputs, 1.0, end, full)
+                else:
+                    share = take_slice(
+                        0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size
+                    )
+                    yield MicroBatch(inputs, share.weight, share.end, share.end - begin)
 
     def _check_length(self, epoch: int) -> None:
         if self._length is not None and (length := len(self._loader.dataset)) != self._length:  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
 """Skip a step, or raise, if its loss or gradient norm is NaN or infinite.
 
 The decision is made on the device, and identically on all ranks. With `on_nonfinite="log"` nothing here is used: the
-loop applies every update, and counts. For the other two values a guard replaces the strategy where gradients are
-clipped and applied.
+loop applies every update, and counts. For the other two values `Updates` asks a guard.
 
 A flag on the device skips an update. `tr_dist/skipping.py` has the same code on purpose, because neither package
 imports the other. The flag is an argument of `Strategy.step`: with float16 a strategy updates its scaler even if it
@@ -27,22 +26,15 @@ from tr_core.signatures import names_argument, takes_argument
 _NAMES_SHOWN = 5
 
 
-class UpdateGuard(Protocol):
-    """Wraps a strategy's `clip_grad_norm` and `step`; skips or records non-finite updates."""
+class NonfiniteGuard(Protocol):
+    """Decides about updates that are not finite."""
 
-    strategy: Strategy
-
-    def clip_grad_norm(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
-    ) -> torch.Tensor:
-        """Clip as the strategy does."""
+    def look_at_gradients(self) -> None:
+        """Look at the gradients of a step before they are clipped. No sync."""
         ...
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply or skip a step's update. No sync beyond the optimizer's own.
-
-        The window holds the step's loss, gradient norm and number.
-        """
+    def leaves_out(self) -> torch.Tensor | None:
+        """Return on the device whether the current update is left out; None applies it in any case. No sync."""
         ...
 
     def check(self) -> None:
@@ -72,25 +64,20 @@ class SkipNonfinite:
                 f"on_nonfinite='skip' needs a strategy whose step(optimizer, skip=...) can leave out an update; that "
                 f"of {type(strategy).__name__} cannot. Use on_nonfinite='raise', or another strategy"
             )
-        self.strategy, self._window = strategy, window
+        self._strategy, self._window = strategy, window
         window.means.holds_back = True
         # torch's schedules warn if the first of all updates was skipped; here that is intended.
         vars(optimizer)["_opt_called"] = True
 
-    def clip_grad_norm(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
-    ) -> torch.Tensor:
-        """Clip as the strategy does."""
-        return self.strategy.clip_grad_norm(model, optimizer, max_norm)
+    def look_at_gradients(self) -> None:
+        """Do nothing: the norm shows a gradient that is not finite."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply a step's update if loss and norm are finite."""
+    def leaves_out(self) -> torch.Tensor:
+        """Return whether loss or norm are not finite on any rank, and take the step out of the window then."""
         window = self._window
-        norm = cast("torch.Tensor", window.grad_norm)
-        skip = on_any_rank(is_nonfinite(window.step_loss, norm), self.strategy)
-        applied = self.strategy.step(optimizer, skip=skip)
+        skip = on_any_rank(is_nonfinite(window.step_loss, cast("torch.Tensor", window.grad_norm)), self._strategy)
         window.discard_step(skip)
-        return applied
+        return skip
 
     def check(self) -> None:
         """Do nothing: non-finite updates were skipped."""
@@ -106,7 +93,7 @@ class RaiseNonfinite:
     def __init__(
         self, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer, model: nn.Module
     ) -> None:
-        self.strategy, self._window, self._optimizer = strategy, window, optimizer
+        self._strategy, self._window, self._optimizer = strategy, window, optimizer
         self._named = [(name, p) for name, p in strategy.unwrap(model).named_parameters() if p.requires_grad]
         # A scaler routinely skips overflowed updates, so with one only the loss is checked.
         self._has_scaler = "scaler" in strategy.state_parts(model, optimizer)
@@ -118,31 +105,27 @@ class RaiseNonfinite:
         self._is_divided = any(p.device != self._none.device for _, p in self._named)  # over devices
         self._bad_gradients = self._bad_now = torch.zeros(len(self._named), dtype=torch.bool, device=device)
 
-    def clip_grad_norm(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
-    ) -> torch.Tensor:
-        """Check the gradients, then clip: clipping by a norm that is NaN makes all of them NaN."""
+    def look_at_gradients(self) -> None:
+        """Note which gradients are not finite: clipping by a norm that is NaN makes all of them NaN."""
         gradients = [self._none if p.grad is None else local_shard(p.grad) for _, p in self._named]
         norms = torch._foreach_norm(gradients)
         if self._is_divided:
             norms = to_device(norms, self._none.device)
         self._bad_now = ~torch.stack(norms).isfinite()
-        return self.strategy.clip_grad_norm(model, optimizer, max_norm)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Apply a step's update, unless a value was not finite and the optimizer can skip the update."""
-        strategy, window = self.strategy, self._window
+    def leaves_out(self) -> torch.Tensor | None:
+        """Note the first step that is not finite; return whether there was one, if the optimizer can skip updates."""
+        window = self._window
         loss, norm = window.step_loss, cast("torch.Tensor", window.grad_norm)
-        bad = on_any_rank(is_nonfinite(loss, loss if self._has_scaler else norm), strategy)
+        bad = on_any_rank(is_nonfinite(loss, loss if self._has_scaler else norm), self._strategy)
         is_first = bad & (self._step == 0)
         self._step = torch.where(is_first, window.step + 1, self._step)
         self._loss = torch.where(is_first, loss, self._loss)
         self._norm = torch.where(is_first, norm, self._norm)
         self._bad_gradients = torch.where(is_first, self._bad_now, self._bad_gradients)
-        if not self.protects_weights:
-            return strategy.step(optimizer)
-        window.left_out = skip = self._step > 0
-        return strategy.step(optimizer, skip=skip)
+        if self.protects_weights:
+            window.left_out = self._step > 0
+        return window.left_out if self.protects_weights else None
 
     def check(self) -> None:
         """Raise if a step was not finite."""
@@ -151,7 +134,7 @@ class RaiseNonfinite:
             raise FloatingPointError(self._describe(int(step), loss, norm))
 
     def _describe(self, step: int, loss: float, norm: float) -> str:
-        losses = self.strategy.gather_objects(loss)
+        losses = self._strategy.gather_objects(loss)
         shown = f"{loss:g}" if len(losses) == 1 else ", ".join(f"{each:g} on rank {n}" for n, each in enumerate(losses))
         bad = self._bad_gradients.tolist()  # sync: the run ends here
         names = [name for (name, _), is_bad in zip(self._named, bad, strict=True) if is_bad]
@@ -171,13 +154,13 @@ class RaiseNonfinite:
         )
 
 
-def choose_updates(
+def choose_guard(
     on_nonfinite: str, strategy: Strategy, window: LogWindow, optimizer: torch.optim.Optimizer, model: nn.Module
-) -> Strategy | UpdateGuard:
-    """Return the strategy, or the guard around it that `on_nonfinite` requires."""
+) -> NonfiniteGuard | None:
+    """Return the guard that `on_nonfinite` requires; None for `log`."""
     if on_nonfinite == "skip":
         return SkipNonfinite(strategy, window, optimizer)
-    return RaiseNonfinite(strategy, window, optimizer, model) if on_nonfinite == "raise" else strategy
+    return RaiseNonfinite(strategy, window, optimizer, model) if on_nonfinite == "raise" else None
 
 
 def on_any_rank(flag: torch.Tensor, strategy: Strategy) -> torch.Tensor:
