@@ -321,7 +321,7 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session
 def trackers(session: nox.Session) -> None:
-    """Report to trackers directly, by callbacks of transformers and through accelerate, by real libraries, offline."""
+    """Report to trackers directly, and by callbacks of transformers and accelerate's tracker of Aim, offline."""
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *TRACKERS, *CONSTRAINTS)
     tested = ("tests/trackers", *(f"packages/tr-log/tests/test_{name}_tracker.py" for name in ("mlflow", "wandb")))
     session.run("pytest", *tested, *session.posargs, env=TEST_ENVIRONMENT)

@@ -23,7 +23,7 @@ PRIVATE_WORDS = re.compile(
 # Below a root, what is documented for users as well; of `adapters`, the module of each library.
 PUBLIC_MODULES = re.compile(
     r"tr_\w+\.testing|tr_core\.(collators|preflight)|tr_ckpt\.(hf_import|sharded)|"
-    r"tr_all\.drop_in|tr_log\.(accelerate_tracker|phases|report\.\w+)|tr_dist\.(accelerate_strategy|deepspeed|fsdp|mps|xla)|"
+    r"tr_all\.drop_in|tr_log\.(phases|report\.\w+)|tr_dist\.(accelerate_strategy|deepspeed|fsdp|mps|xla)|"
     r"tr_optim\.adapters\.(bitsandbytes|galore_torch|grokadamw|lomo_optim|optimi|schedulefree|torchao)"
 )
 # Tests that are about the inside of a package.

@@ -1,4 +1,4 @@
-"""Train two steps with a tracker: `python tracked_run.py NAME FOLDER PART_OF_A_TOKEN ...`."""
+"""Train two steps with Aim: `python tracked_run.py FOLDER PART_OF_A_TOKEN ...`."""
 
 import sys
 
@@ -6,16 +6,12 @@ import torch
 from reported_run import Line
 
 from tr_core import Trainer, TrainingArguments
-from tr_log.accelerate_tracker import AccelerateTracker
-
-KINDS = {kind.name: kind for kind in AccelerateTracker.__subclasses__()}
-
 
 if __name__ == "__main__":
-    name, folder = sys.argv[1:3]
     rows = [{"x": torch.tensor([1.0, float(number)]), "labels": torch.tensor([1.0])} for number in range(4)]
     args = TrainingArguments(
-        folder,
+        sys.argv[1],
+        report_to=["aim"],
         run_name="first",
         max_steps=2,
         per_device_train_batch_size=2,
@@ -23,9 +19,9 @@ if __name__ == "__main__":
         use_cpu=True,
         save_strategy="no",
         disable_tqdm=True,
-        hub_token="".join(sys.argv[3:]),
+        hub_token="".join(sys.argv[2:]),
     )
-    trainer = Trainer(Line(), args, train_dataset=rows, eval_dataset=rows, callbacks=[KINDS[name].from_arguments(args)])
+    trainer = Trainer(Line(), args, train_dataset=rows, eval_dataset=rows)
     trainer.train()
     trainer.evaluate()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,4 +1,4 @@
-"""Report to the trackers that only transformers has callbacks for, by its own callbacks, or by accelerate's trackers.
+"""Report to the trackers that only transformers has callbacks for, by its own callbacks.
 
 An entry point in the group `tr.trackers` names each function, which takes the training arguments. transformers is
 imported when a name is used.
@@ -12,23 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tr_log.accelerate_tracker import (
-    AccelerateTracker,
-    ClearMLTracker,
-    CometTracker,
-    DVCLiveTracker,
-    SwanLabTracker,
-    TrackioTracker,
-)
 
-
-def _tracker(
-    name: str,
-    *modules: str,
-    install: str = "",
-    by_name_only: bool = False,
-    otherwise: type[AccelerateTracker] | None = None,
-) -> Callable[[Any], Any]:
+def _tracker(name: str, *modules: str, install: str = "", by_name_only: bool = False) -> Callable[[Any], Any]:
     """Return the function that builds transformers' callback of a name.
 
     Args:
@@ -36,7 +21,6 @@ def _tracker(
         modules: what it imports.
         install: what to install for that; empty is the name.
         by_name_only: `report_to="all"` does not mean it.
-        otherwise: what records where transformers is not installed, and accelerate is.
     """
 
     def build(args: Any) -> Any:
@@ -48,8 +32,6 @@ def _tracker(
                 name=modules[0],
             )
         if not _is_installed("transformers"):
-            if otherwise is not None and _is_installed("accelerate"):
-                return otherwise.from_arguments(args)
             raise ImportError(
                 f"report_to names {name!r}, which has a callback in transformers only, and that is not installed: run "
                 f"`pip install transformers`, or take {name} out of report_to",
@@ -106,11 +88,11 @@ def codecarbon(args: Any) -> Any:
 
 
 azure_ml = _tracker("azure_ml", "azureml.core.run", install="azureml-sdk")
-clearml = _tracker("clearml", "clearml", otherwise=ClearMLTracker)
-comet_ml = _tracker("comet_ml", "comet_ml", install="comet-ml", otherwise=CometTracker)
+clearml = _tracker("clearml", "clearml")
+comet_ml = _tracker("comet_ml", "comet_ml", install="comet-ml")
 dagshub = _tracker("dagshub", "dagshub", "mlflow", install="dagshub mlflow")
-dvclive = _tracker("dvclive", "dvclive", otherwise=DVCLiveTracker)
+dvclive = _tracker("dvclive", "dvclive")
 flyte = _tracker("flyte", "flytekit", install="flytekit", by_name_only=True)
 neptune = _tracker("neptune", "neptune")
-swanlab = _tracker("swanlab", "swanlab", otherwise=SwanLabTracker)
-trackio = _tracker("trackio", "trackio", otherwise=TrackioTracker)
+swanlab = _tracker("swanlab", "swanlab")
+trackio = _tracker("trackio", "trackio")
