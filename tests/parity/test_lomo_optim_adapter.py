@@ -383,3 +383,9 @@ def test_a_group_that_is_refused_is_not_there():
     with pytest.raises(ValueError, match="is of torch.float64, and lomo_optim computes in float32"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(("name", "own"), [("lomo_optim", "tr_optim.Lomo"), ("adalomo_optim", "tr_optim.AdaLomo")])
+def test_stochastic_rounding_is_refused_in_words(tmp_path, name, own):
+    with pytest.raises(ValueError, match=f"stochastic_rounding=True is not in lomo_optim's arithmetic.* use {own}"):
+        trainer_of(tmp_path, optim=name, optim_args="stochastic_rounding=true").train()

@@ -66,6 +66,7 @@ class AdaLomo(FusedOptimizer):
         ValueError: an argument is out of range or contradicts another.
     """
 
+    name = "adalomo"
     ordinary = "adafactor"
     nonfinite_unscaled = "skip_tensor"
     takes_shards = exchanges_statistics = stacks_shapes = True
@@ -115,7 +116,7 @@ class AdaLomo(FusedOptimizer):
         Raises:
             ValueError: `optim_args` has an unknown option, or an argument is not supported.
         """
-        return cls(params, args.learning_rate, **fused_options(args, "adalomo", cls.ordinary, ADALOMO_OPTIONS))
+        return cls(params, args.learning_rate, **fused_options(args, cls.name, cls.ordinary, ADALOMO_OPTIONS))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with DTensors for sharded parameters; `state` itself has this rank's parts."""
@@ -127,9 +128,18 @@ class AdaLomo(FusedOptimizer):
         Raises:
             ValueError: its shapes or its kind of optimizer are different; nothing is changed then.
         """
-        complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
+        complete, states = checked_state_dict(state_dict, self.param_groups, self._check_saved)
         super().load_state_dict(complete)
         load_states(self, states, _copies, is_divided)
+
+    def _check_saved(self, saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        name = type(self).__name__
+        check_shapes(saved, state_shapes(parameter.shape), parameter, name)
+        if "exp_avg" in saved:
+            raise ValueError(
+                f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has exp_avg, a first "
+                f"moment, and {name} keeps none; resume with the optimizer that saved it, or begin with a new state"
+            )
 
     def state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's state: of its rows, columns and step count."""
@@ -223,12 +233,3 @@ def _copies(saved: dict[str, Any], parameter: torch.Tensor, _group: dict[str, An
     # torch rounds a state to its parameter's dtype and leaves `step` where it was.
     dtype, kept = computing_dtype(parameter), [name for name in saved if name.startswith(("step", "exp_avg_sq"))]
     return {name: torch.as_tensor(saved[name]).to(parameter.device, dtype, copy=True) for name in kept}
-
-
-def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    check_shapes(saved, state_shapes(parameter.shape), parameter, AdaLomo.__name__)
-    if "exp_avg" in saved:
-        raise ValueError(
-            f"the saved optimizer state of a parameter of shape {tuple(parameter.shape)} has exp_avg, a first moment, "
-            "and AdaLomo keeps none; resume with the optimizer that saved it, or begin with a new state"
-        )

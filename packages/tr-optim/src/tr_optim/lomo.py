@@ -64,6 +64,7 @@ class Lomo(FusedOptimizer):
         ValueError: an argument is out of range or contradicts another.
     """
 
+    name = "lomo"
     ordinary = "sgd"
     takes_shards = True
 
@@ -101,7 +102,7 @@ class Lomo(FusedOptimizer):
         Raises:
             ValueError: `optim_args` has an unknown option, or an argument is not supported.
         """
-        return cls(params, args.learning_rate, **fused_options(args, "lomo", cls.ordinary, {}))
+        return cls(params, args.learning_rate, **fused_options(args, cls.name, cls.ordinary, {}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the options of groups.
@@ -109,7 +110,7 @@ class Lomo(FusedOptimizer):
         Raises:
             ValueError: it is the state of another kind of optimizer; nothing is changed then.
         """
-        complete, _ = checked_state_dict(state_dict, self.param_groups, refuse_any_state("Lomo"))
+        complete, _ = checked_state_dict(state_dict, self.param_groups, refuse_any_state(type(self).__name__))
         super().load_state_dict(complete)
 
     def update(

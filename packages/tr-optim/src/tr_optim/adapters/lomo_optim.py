@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from tr_optim.adalomo import AdaLomo
 from tr_optim.adapters import require
-from tr_optim.engine.checks import all_or_nothing, check_shapes, checked_state_dict, refuse_any_state
+from tr_optim.engine.checks import all_or_nothing
 from tr_optim.engine.fused import FusedOptimizer
+from tr_optim.engine.fused_passes import FusedPasses
 from tr_optim.engine.shards import sharded_parameters
-from tr_optim.moments.adafactor import check_ranges, start_moments, state_shapes
+from tr_optim.lomo import Lomo
+from tr_optim.moments.adafactor import start
 
 _LIBRARY = require("lomo_optim", "lomo-optim")
 _NAME = "parameter"
@@ -48,41 +50,35 @@ class _OneParameter:
         return self.data.numel()
 
 
-class _LibraryOptimizer(FusedOptimizer):
-    """Base of the library's optimizers: hooks, clipping, loss scaling and ranks of this package."""
+class _ByLibrary(FusedOptimizer):
+    """Base of the library's optimizers, beside a class of this package that they have the interface of.
 
+    Attributes:
+        library: the library's class.
+        own: the class of this package.
+    """
+
+    library: Any
     own = ""
+    takes_shards = exchanges_statistics = stacks_shapes = False
+    # One gradient at a time.
+    update_all, update_parts = FusedPasses.update_all, FusedPasses.update_parts
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        defaults: dict[str, Any],
-        library: Any,
-        **options: Any,
-    ) -> None:
-        self._kind = library
-        self._begin_library()
+    def _begin_anew(self) -> None:
+        if self._rounding_seed is not None:
+            raise ValueError(
+                f"{type(self).__name__}: stochastic_rounding=True is not in lomo_optim's arithmetic; leave it out, or "
+                f"use {self.own}"
+            )
+        super()._begin_anew()
+        self._one = _OneParameter()
+        self._library = self.library(self._one)
+        self._library.loss_scale = None  # the loss is scaled, if at all, and gradients divided, before it sees them
         if self._library.zero3_enabled:
             raise ValueError(
                 f"{type(self).__name__} does not train parameters that DeepSpeed's ZeRO-3 has divided; use {self.own} "
                 "with replicas (strategy='ddp') or FSDP2's shards"
             )
-        super().__init__(params, defaults, **options)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of."""
-        return {**super().__getstate__(), "_kind": self._kind}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy."""
-        super().__setstate__(state)
-        if "_library" not in vars(self):
-            self._begin_library()
-
-    def _begin_library(self) -> None:
-        self._one = _OneParameter()
-        self._library = self._kind(self._one)
-        self._library.loss_scale = None  # the loss is scaled, if at all, and gradients divided, before it sees them
 
     @all_or_nothing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -126,7 +122,7 @@ class _LibraryOptimizer(FusedOptimizer):
             self._one.data, self._one.grad = torch.zeros(0), None
 
 
-class LomoOptimLomo(_LibraryOptimizer):
+class LomoOptimLomo(_ByLibrary, Lomo):
     """lomo_optim's Lomo, with the interface of `tr_optim.Lomo`.
 
         optimizer = LomoOptimLomo(model.parameters(), lr=1e-2, clip_grad_norm=1.0)
@@ -155,32 +151,7 @@ class LomoOptimLomo(_LibraryOptimizer):
         RuntimeError: see `FusedOptimizer.backward`.
     """
 
-    own = "tr_optim.Lomo"
-    ordinary = "sgd"
-
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        clip_grad_norm: float | None = None,
-        clip_grad_value: float | None = None,
-        *,
-        accumulate: str = "refuse",
-        nonfinite: str | None = None,
-    ) -> None:
-        options = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
-        options |= {"accumulate": accumulate, "nonfinite": nonfinite}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, _LIBRARY.Lomo, **options)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the options of groups.
-
-        Raises:
-            ValueError: it is the state of another kind of optimizer; nothing is changed then.
-        """
-        complete, _ = checked_state_dict(state_dict, self.param_groups, refuse_any_state(type(self).__name__))
-        super().load_state_dict(complete)
+    library, own, name = _LIBRARY.Lomo, "tr_optim.Lomo", "lomo_optim"
 
     def update(
         self,
@@ -199,7 +170,7 @@ class LomoOptimLomo(_LibraryOptimizer):
         parameter.copy_(torch.where(leave_out, parameter, weights))
 
 
-class LomoOptimAdaLomo(_LibraryOptimizer):
+class LomoOptimAdaLomo(_ByLibrary, AdaLomo):
     """lomo_optim's AdaLomo, with the interface of `tr_optim.AdaLomo`, on any device.
 
     `LomoOptimLomo` describes what is not used of the library. In addition, the state is saved; the library has it in
@@ -209,7 +180,7 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
 
     lomo_optim waits for the device at every parameter, to compare its root mean square with `eps[1]`;
     `tr_optim.AdaLomo` does not. The state is that of `tr_optim.AdaLomo`, which can load it: `exp_avg_sq_row` and
-    `exp_avg_sq_col`, or `exp_avg_sq` with less than two dimensions, in float32, and `step`, here on the CPU.
+    `exp_avg_sq_col`, or `exp_avg_sq` with less than two dimensions, and `step`, in float32.
 
     Args:
         params: parameters or parameter groups, each with its own `lr` and `weight_decay`.
@@ -228,51 +199,7 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
         RuntimeError: see `FusedOptimizer.backward`.
     """
 
-    own = "tr_optim.AdaLomo"
-    ordinary = "adafactor"
-    nonfinite_unscaled = "skip_tensor"
-
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        *,
-        eps: tuple[float, float] = (1e-30, 1e-3),
-        clip_threshold: float = 1.0,
-        decay_rate: float = -0.8,
-        clip_grad_norm: float | None = None,
-        clip_grad_value: float | None = None,
-        accumulate: str = "refuse",
-        nonfinite: str | None = None,
-    ) -> None:
-        check_ranges(eps, clip_threshold, decay_rate, None)
-        defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-        defaults |= {"clip_threshold": clip_threshold, "decay_rate": decay_rate}
-        options = {"clip_grad_norm": clip_grad_norm, "clip_grad_value": clip_grad_value}
-        options |= {"accumulate": accumulate, "nonfinite": nonfinite}
-        super().__init__(params, defaults, _LIBRARY.AdaLomo, **options)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as copies: of this class, of `tr_optim.AdaLomo`, or of an Adafactor without beta1.
-
-        Raises:
-            ValueError: its shapes or its kind of optimizer are different; nothing is changed then.
-        """
-        complete, states = checked_state_dict(state_dict, self.param_groups, _check_saved)
-        super().load_state_dict(complete)
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved, parameter in zip(states, parameters, strict=True):
-            if saved is not None:  # torch has rounded it to the parameter's dtype
-                moments = {name: value for name, value in saved.items() if name.startswith("exp_avg_sq")}
-                self.state[parameter] = {
-                    "step": torch.tensor(float(saved["step"])),
-                    **{name: value.to(parameter.device, torch.float32, copy=True) for name, value in moments.items()},
-                }
-
-    def state_bytes(self, parameter: torch.Tensor) -> int:
-        """Return the bytes of a parameter's state: of its rows, columns and step count."""
-        return 4 * (sum(shape.numel() for shape in state_shapes(parameter.shape).values()) + 1)
+    library, own, name = _LIBRARY.AdaLomo, "tr_optim.AdaLomo", "adalomo_optim"
 
     def update(
         self,
@@ -286,16 +213,11 @@ class LomoOptimAdaLomo(_LibraryOptimizer):
             return
         library, group, state = self._library, self._group_of[id(parameter)], self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
-            start_moments(state, parameter.detach().to(torch.float32), with_first_moment=False)
+            start(state, parameter)
         state["step"] += 1
-        library.step_num = int(state["step"])  # on the CPU
+        library.step_num = int(state["step"])  # sync: as the library's own
         library.eps, library.clip_threshold = group["eps"], group["clip_threshold"]
         library.decay_rate = group["decay_rate"]
         for name in ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"):
             setattr(library, name, {_NAME: state.get(name)})
         self._apply_by_library(parameter, gradient, factor, group)
-
-
-def _check_saved(saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    check_shapes(saved, state_shapes(parameter.shape), parameter, LomoOptimAdaLomo.__name__)

@@ -19,11 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tr_optim.engine.fused_checks import fused_options
 from tr_optim.engine.settings import GROUP_OPTIONS, GaLoreOptions
 from tr_optim.options import (
     ADAFACTOR_OPTIONS,
-    ADALOMO_OPTIONS,
     adam_arguments,
     converters,
     flag,
@@ -98,16 +96,14 @@ def lomo_optim(groups: Groups, args: Any) -> Optimizer:
     """Build lomo_optim's Lomo."""
     from tr_optim.adapters.lomo_optim import LomoOptimLomo
 
-    options = fused_options(args, "lomo_optim", LomoOptimLomo.ordinary, {})
-    return LomoOptimLomo(groups, args.learning_rate, **options)
+    return LomoOptimLomo.from_arguments(groups, args)
 
 
 def adalomo_optim(groups: Groups, args: Any) -> Optimizer:
     """Build lomo_optim's AdaLomo."""
     from tr_optim.adapters.lomo_optim import LomoOptimAdaLomo
 
-    options = fused_options(args, "adalomo_optim", LomoOptimAdaLomo.ordinary, ADALOMO_OPTIONS)
-    return LomoOptimAdaLomo(groups, args.learning_rate, **options)
+    return LomoOptimAdaLomo.from_arguments(groups, args)
 
 
 def schedule_free_adamw(groups: Groups, args: Any) -> Optimizer:

@@ -120,10 +120,11 @@ class FusedPasses(Optimizer):
         takes_shards: whether it can update sharded parameters, of which each rank holds some rows.
         stacks_shapes: whether `update_all` takes parameters of one shape only.
         exchanges_statistics: whether it needs statistics of whole sharded parameters (see `update_parts`).
+        name: its name in training arguments.
         ordinary: name of an optimizer that does the same with ordinary gradients.
     """
 
-    ordinary = ""
+    name = ordinary = ""
     nonfinite_unscaled: str | None = None
     takes_shards = exchanges_statistics = stacks_shapes = False
 
