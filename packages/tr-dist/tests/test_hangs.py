@@ -20,7 +20,7 @@ from tr_dist.hangs.findings import Limits, Standing, Table, causes, describe, ju
 from tr_dist.hangs.notes import Board, Link, Note
 from tr_dist.hangs.places import exchange_counts, machine, own_place, own_stacks, place_of, process_state
 from tr_dist.hangs.watch import HangWatch
-from tr_dist.process_group import ProcessGroup
+from tr_dist.process_group import here
 from tr_dist.testing import RankError, run_ranks
 
 LIMITS = Limits(hang_s=60, wait_s=90, lost_s=30, warn_s=20, ends_without_wait=False)
@@ -398,8 +398,8 @@ import atexit, sys
 from types import SimpleNamespace
 from tr_dist import process_group
 atexit.register(print, "finalized")
-process_group._register_exit()
-process_group.ProcessGroup._former_watch = SimpleNamespace(is_stuck=True)
+process_group.here.leave_at_exit()
+process_group.here.former_watch = SimpleNamespace(is_stuck=True)
 """
 
 
@@ -478,7 +478,7 @@ def test_a_group_without_a_watch_has_lost_nobody():
 
 def trains(limit_s, sleeps_s, folder):
     with DDP(use_cpu=True, hang_timeout_s=limit_s) as strategy, strategy.watching(lambda: (5, "compute", 0), folder):
-        ProcessGroup._watch[1]._table._silence_s = 60  # on a busy machine a thread may get no turn for seconds
+        here.watch[1]._table._silence_s = 60  # on a busy machine a thread may get no turn for seconds
         if strategy.rank == 1:
             time.sleep(sleeps_s)
         return strategy.gather_objects(strategy.rank)

@@ -73,12 +73,14 @@ def test_a_backend_that_cannot_be_left_is_abandoned(monkeypatch):
     monkeypatch.setattr(process_group, "_FAILED_DESTROY_S", 0.1)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: (release.wait(30), destroy()))
     strategy.close(failed=True)
-    assert ProcessGroup._stuck
+    assert process_group.here.is_stuck
     release.set()
     deadline = time.monotonic() + 60
     while dist.is_initialized() and time.monotonic() < deadline:
         time.sleep(0.01)
-    ProcessGroup._stuck = False  # not by monkeypatch, which would put True back: this process would then end with 1
+    process_group.here.is_stuck = (
+        False  # not by monkeypatch, which would put True back: this process would then end with 1
+    )
     assert not dist.is_initialized()
 
 

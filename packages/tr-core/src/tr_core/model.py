@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tr_core.protocols import Stateful, Strategy
+from tr_core.protocols import HeldInShards, Stateful, Strategy
 
 
 def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stateful:
@@ -20,13 +20,8 @@ def model_part(strategy: Strategy, model: nn.Module, wrapped: nn.Module) -> Stat
 
 
 def state_held_here(part: Stateful) -> dict[str, Any]:
-    """Return a model's state under all names on every rank, also where `state_dict` is empty on all ranks but one.
-
-    The part then has a method of this name. Its values are sharded; `load_state_dict` accepts them, to stay unchanged.
-    A strategy of a user whose `state_parts` gives such a part needs the method for models with an adapter.
-    """
-    held: Any = getattr(part, "state_held_here", part.state_dict)
-    return held()
+    """Return a model's state under all names on every rank, also where `state_dict` is empty on all ranks but one."""
+    return part.state_held_here() if isinstance(part, HeldInShards) else part.state_dict()
 
 
 class WholeState:

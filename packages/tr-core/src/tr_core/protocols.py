@@ -29,6 +29,18 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
+class HeldInShards(Stateful, Protocol):
+    """A model's state that is whole on one rank alone, and empty on the others.
+
+    A strategy of a user whose `state_parts` gives such a part needs the method for models with an adapter.
+    """
+
+    def state_held_here(self) -> dict[str, Any]:
+        """Return this rank's shards under all names, on every rank; `load_state_dict` takes them, to stay unchanged."""
+        ...
+
+
+@runtime_checkable
 class Collectives(Protocol):
     """Identify this process among the others, and exchange values between them.
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import Ranks, common_options, precision_of
+from tr_dist.base import OnRanks, common_options, precision_of
 from tr_dist.ddp import DDP
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, free_gathered
@@ -34,7 +34,7 @@ _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MA
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-class AcceleratorStrategy(Ranks):
+class AcceleratorStrategy(OnRanks):
     """A strategy that adopts an `accelerate.Accelerator`, with the plugins that it was built with.
 
     It trains with the Accelerator's device, ranks, precision (with its loss scaler), `DistributedDataParallelKwargs`
@@ -68,7 +68,7 @@ class AcceleratorStrategy(Ranks):
         self.accelerator = accelerator
         handler = accelerator.init_handler
         timeout = getattr(handler, "timeout", None) or timedelta(seconds=_TIMEOUT_S)
-        Ranks.__init__(
+        OnRanks.__init__(
             self, _environment_of(accelerator), accelerator.device,
             precision="no", backend=None, timeout_s=timeout.total_seconds(), hang_timeout_s=hang_timeout_s,
         )  # fmt: skip
@@ -206,7 +206,7 @@ class AcceleratedReplicas(AcceleratorStrategy, DDP):  # pyright: ignore[reportIn
         if self._makes_replicas:
             return super().accumulate(model, sync=sync)
         self.accelerator.sync_gradients = sync
-        return Ranks.accumulate(self, model, sync=sync)
+        return OnRanks.accumulate(self, model, sync=sync)
 
     def accumulate_fused(  # pyright: ignore[reportIncompatibleMethodOverride] - a context, of whatever class
         self, model: nn.Module, *, last: bool

@@ -1,6 +1,6 @@
 """Provide the base classes of strategies: mixed precision on one device, and one process among the ranks of a job.
 
-`OnDevice` is the base for one device: precision, backward, step, clipping and state. `Ranks` also joins the process
+`OnDevice` is the base for one device: precision, backward, step, clipping and state. `OnRanks` also joins the process
 group and exchanges values. `MixedPrecision` scales the loss for float16.
 
 `step_unless` skips an update by a flag on the device. `tr_core.optim.nonfinite` has the same code on purpose: neither
@@ -288,7 +288,7 @@ def precision_of(args: Any) -> str:
 Kind = TypeVar("Kind")
 
 
-class Ranks(OnDevice):
+class OnRanks(OnDevice):
     """This process among the ranks of a job, with its device and precision: the base of strategies.
 
     Args:

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from tr_dist.base import Ranks, common_options
+from tr_dist.base import OnRanks, common_options
 from tr_dist.environment import rank_device, read_environment
 from tr_dist.replica import Replica, check_replicas_equal, check_trainable, moved
 
@@ -53,7 +53,7 @@ class GradientWait:
         return passes * self._mean_s
 
 
-class DDP(Ranks):
+class DDP(OnRanks):
     """Data parallel training: every rank holds the whole model and works on its own part of each batch.
 
     The constructor joins the process group that the launcher's environment describes (see

@@ -63,16 +63,6 @@ class ProcessGroup:
         RuntimeError: the existing group differs from the environment.
     """
 
-    _users = 0  # objects that share the group this class made
-    _made_here = False
-    _exit_registered = False
-    _leaves_others = False  # whether a group that other code made is destroyed at exit
-    _stuck = False
-    _agreeing_groups: list[Any] = []  # what `all_reduce_max` of all objects uses, once it was made; kept alive too
-    _watch: tuple[Any, HangWatch] | None = None  # the watch of a group, whoever made that
-    _former_watch: HangWatch | None = None  # what it knew when it was left: a save may go on in the background
-    _left: list[tuple[float, Any]] = []  # destroyed groups that are kept alive, with the time of destruction
-
     def __init__(
         self,
         environment: LaunchEnvironment,
@@ -96,8 +86,8 @@ class ProcessGroup:
             self._make(environment, _check_backend(backend, device), timeout_s)
         self.backend = str(dist.get_backend_config())
         self._check_is_as_launched(backend)
-        if ProcessGroup._made_here:
-            ProcessGroup._users += 1
+        if here.is_made_here:
+            here.users += 1
             self._member = True
         # Values on the host go through gloo if possible, so that they never wait for the GPU.
         self._host = torch.device("cpu") if "gloo" in _names(self.backend) else device
@@ -121,8 +111,8 @@ class ProcessGroup:
                 f"connect to the others by {backend}: {error}; see whether every rank is running and how the "
                 "first one failed"
             ) from error
-        ProcessGroup._made_here, ProcessGroup._users, ProcessGroup._former_watch = True, 0, None
-        _register_exit()
+        here.is_made_here, here.users, here.former_watch = True, 0, None
+        here.leave_at_exit()
 
     def _check_is_as_launched(self, backend: str | None) -> None:
         """Refuse a group that differs from the environment, or that would train unsynchronised copies."""
@@ -202,24 +192,23 @@ class ProcessGroup:
         """
         if self.world_size == 1:
             return None
-        if self._member and ProcessGroup._agreeing_groups:
-            return ProcessGroup._agreeing_groups[0]
+        if self._member and here.agreeing:
+            return here.agreeing[0]
         page = open_page(self.gather_objects, self.rank, self.world_size, self._timeout.total_seconds())
         agreeing = dist.new_group(backend="gloo", timeout=self._timeout) if page is None else page
         if self._member:
-            ProcessGroup._agreeing_groups.append(agreeing)
+            here.agreeing.append(agreeing)
         return agreeing
 
     def _watch_for_hangs(self, hang_timeout_s: float | None, timeout_s: float) -> None:
         """Begin to watch the group, unless another object of this process has begun. Collective then."""
-        known = ProcessGroup._watch
-        if known is not None and known[0] is dist.group.WORLD:
+        if here.watch is not None and here.watch[0] is dist.group.WORLD:
             return
-        _leave_watch()
+        here.leave_watch()
         watch = HangWatch(self.rank, self.world_size, limits_of(hang_timeout_s, timeout_s))
         watch.start(self.gather_objects, getattr(self._agreeing, "number_started", None))
-        ProcessGroup._watch = (dist.group.WORLD, watch)
-        _register_exit()
+        here.watch = (dist.group.WORLD, watch)
+        here.leave_at_exit()
 
     def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
         """Return a block in which the watch for hangs gets steps and phases, and writes reports to a folder.
@@ -229,11 +218,11 @@ class ProcessGroup:
                 called from another thread, about once in five seconds.
             folder: for the report of a hang.
         """
-        return nullcontext() if ProcessGroup._watch is None else ProcessGroup._watch[1].following(progress, folder)
+        return nullcontext() if here.watch is None else here.watch[1].following(progress, folder)
 
     def lost_ranks(self) -> dict[int, str]:
         """Return the ranks of which the watch for hangs has lost sight, and how it knows; empty without one."""
-        watch = ProcessGroup._former_watch if ProcessGroup._watch is None else ProcessGroup._watch[1]
+        watch = here.former_watch if here.watch is None else here.watch[1]
         return {} if watch is None else watch.lost()
 
     def barrier(self) -> None:
@@ -252,16 +241,16 @@ class ProcessGroup:
             _close_page(self._agreeing)
             return
         self._member = False
-        ProcessGroup._users -= 1
-        if ProcessGroup._users > 0 or not dist.is_initialized():
+        here.users -= 1
+        if here.users > 0 or not dist.is_initialized():
             return
         if failed:
-            _leave_watch(sys.exc_info()[1], failed=True)
-            _destroy_within(_FAILED_DESTROY_S)
+            here.leave_watch(sys.exc_info()[1], failed=True)
+            here.destroy_within(_FAILED_DESTROY_S)
         else:
             self.barrier()  # a rank that ends early closes the store and sockets that others still use
-            _leave_watch()
-            _destroy()
+            here.leave_watch()
+            here.destroy()
 
     def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
@@ -316,64 +305,89 @@ def _close_page(agreeing: Any) -> None:
         agreeing.close()
 
 
-def _destroy() -> None:
-    _release_expired()
-    for agreeing in ProcessGroup._agreeing_groups:
-        _close_page(agreeing)
-    kept = (dist.group.WORLD, *ProcessGroup._agreeing_groups)
-    dist.destroy_process_group()
-    ProcessGroup._left.append((time.monotonic(), kept))
-    ProcessGroup._made_here, ProcessGroup._agreeing_groups = False, []
+class Membership:
+    """What the objects of this process share: the group that it is in, with its watch, and the groups that it left.
 
+    Attributes:
+        users: objects that share the group that this package made.
+        is_made_here: whether this package made the group.
+        agreeing: what `all_reduce_max` of all objects uses, once it was made.
+        watch: a group, whoever made it, and its watch.
+        former_watch: what it knew when the group was left: a save may go on in the background.
+        is_stuck: whether a thread still destroys the group.
+        leaves_others: whether a group that other code made is destroyed at exit.
+    """
 
-def _release_expired() -> None:
-    ProcessGroup._left = [(left_at, group) for left_at, group in ProcessGroup._left if _keep_alive_s(left_at) > 0]
+    def __init__(self) -> None:
+        self.users, self.is_made_here, self.leaves_others, self.is_stuck = 0, False, False, False
+        self.agreeing: list[Any] = []
+        self.watch: tuple[Any, HangWatch] | None = None
+        self.former_watch: HangWatch | None = None
+        self._left: list[tuple[float, Any]] = []  # destroyed groups that are kept alive, since when
+        self._inherited: list[Any] = []
+        self._is_registered = False
+
+    def keep_inherited(self) -> None:
+        """In a fork: never release the groups that the parent left. Their threads are not copied, so it would hang."""
+        self._inherited, self._left = [*self._inherited, *self._left], []
+
+    def destroy(self) -> None:
+        """Destroy the group, and keep it alive for a moment."""
+        self._release_expired()
+        for agreeing in self.agreeing:
+            _close_page(agreeing)
+        kept = (dist.group.WORLD, *self.agreeing)
+        dist.destroy_process_group()
+        self._left.append((time.monotonic(), kept))
+        self.is_made_here, self.agreeing = False, []
+
+    def destroy_within(self, seconds: float) -> None:
+        """Destroy it in a thread that may be abandoned: a backend can wait for ranks that are gone."""
+        thread = threading.Thread(target=self.destroy, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self.is_stuck = thread.is_alive()
+
+    def leave_watch(self, error: BaseException | None = None, *, failed: bool = False) -> None:
+        """End the watch, which tells the other ranks why."""
+        if self.watch is not None:
+            why = "it left the group" if error is None else f"{type(error).__name__}: {error}"
+            # After Ctrl-C or sys.exit no other rank is the cause.
+            self.former_watch, self.watch = self.watch[1], None
+            self.former_watch.leave(why, failed=isinstance(error, Exception) or (failed and error is None), error=error)
+
+    def leave_at_exit(self) -> None:
+        """Have the interpreter's exit leave the group."""
+        if not self._is_registered:
+            atexit.register(self._exit)
+            self._is_registered = True
+
+    def _exit(self) -> None:
+        """Prepare the interpreter's exit: destroy open groups, then wait until no backend thread needs the lock."""
+        self.leave_watch(getattr(sys, "last_value", None))  # the exception that ends the interpreter
+        if (self.is_made_here or self.leaves_others) and dist.is_initialized() and not self.is_stuck:
+            self.destroy_within(_FAILED_DESTROY_S)  # it is unknown how the run ended: other ranks are not waited for
+        watch = self.former_watch
+        # The watch's thread would abort the process. Only an exception, not sys.exit, says here what the exit code is.
+        is_left_behind = watch is not None and watch.is_stuck and getattr(sys, "last_value", None) is not None
+        if self.is_stuck or is_left_behind:
+            flush_streams()
+            os._exit(1)  # finalizing would join the stuck thread; the traceback has been printed by now
+        time.sleep(max((_keep_alive_s(left_at) for left_at, _ in self._left), default=0.0))
+        self._release_expired()
+
+    def _release_expired(self) -> None:
+        self._left = [(left_at, group) for left_at, group in self._left if _keep_alive_s(left_at) > 0]
 
 
 def _keep_alive_s(left_at: float) -> float:
     return max(0.0, left_at + _KEEP_ALIVE_S - time.monotonic())
 
 
-def _destroy_within(seconds: float) -> None:
-    """Destroy in a thread that may be abandoned: a backend can wait for ranks that are gone."""
-    thread = threading.Thread(target=_destroy, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    ProcessGroup._stuck = thread.is_alive()
-
-
-def _leave_watch(error: BaseException | None = None, *, failed: bool = False) -> None:
-    if ProcessGroup._watch is not None:
-        why = "it left the group" if error is None else f"{type(error).__name__}: {error}"
-        # After Ctrl-C or sys.exit no other rank is the cause.
-        watch = ProcessGroup._former_watch = ProcessGroup._watch[1]
-        watch.leave(why, failed=isinstance(error, Exception) or (failed and error is None), error=error)
-        ProcessGroup._watch = None
+here = Membership()
 
 
 def leave_at_exit() -> None:
     """Destroy the group of this process at the interpreter's exit, also if other code made it and does not do so."""
-    ProcessGroup._leaves_others = True
-    _register_exit()
-
-
-def _register_exit() -> None:
-    if not ProcessGroup._exit_registered:
-        atexit.register(_leave_at_exit)
-        ProcessGroup._exit_registered = True
-
-
-def _leave_at_exit() -> None:
-    """Prepare the exit of the interpreter: destroy open groups, then wait until no backend thread needs the lock."""
-    _leave_watch(getattr(sys, "last_value", None))  # the exception that ends the interpreter
-    is_left = ProcessGroup._made_here or ProcessGroup._leaves_others
-    if is_left and dist.is_initialized() and not ProcessGroup._stuck:
-        _destroy_within(_FAILED_DESTROY_S)  # it is unknown how the run ended, so other ranks are not waited for
-    watch = ProcessGroup._former_watch
-    # The watch's thread would abort the process. Only of an exception, not of sys.exit, is the exit code known here.
-    is_left_behind = watch is not None and watch.is_stuck and getattr(sys, "last_value", None) is not None
-    if ProcessGroup._stuck or is_left_behind:
-        flush_streams()
-        os._exit(1)  # finalizing would join the stuck thread; the traceback has been printed by now
-    time.sleep(max((_keep_alive_s(left_at) for left_at, _ in ProcessGroup._left), default=0.0))
-    _release_expired()
+    here.leaves_others = True
+    here.leave_at_exit()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tr_dist.deepspeed.engine import EngineModel
 from tr_dist.deepspeed.swapping import Piece, drop_swapped_state, in_memory, pieces_of, refresh_masters
+from tr_dist.state_part import StatePart
 
 
 class RowSharding:
@@ -157,9 +158,6 @@ def _invalid_norm(zero: Any, stage: int) -> Iterator[None]:
         vars(zero).update(before)
 
 
-_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
 class ShardedOptimizer:
     """The state of an optimizer whose parameters ZeRO has flattened, in the form of a plain optimizer's state.
 
@@ -289,43 +287,23 @@ class ShardedModel:
         return RowSharding()
 
 
-class FullStateModel:
-    """A model that every rank holds in full, while its optimizer has separate float32 parameters.
+def replicated_model(model: EngineModel) -> StatePart:
+    """Return the part of a model that every rank holds in full, while its optimizer has separate float32 parameters."""
 
-    Args:
-        model: with its engine.
-    """
+    def load(state_dict: dict[str, Any]) -> None:
+        model.module.load_state_dict(state_dict)
+        refresh_masters(model.engine.optimizer)
 
-    def __init__(self, model: EngineModel) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict."""
-        return self._model.module.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Load a module's state, and copy it to the optimizer's parameters."""
-        self._model.module.load_state_dict(state_dict)
-        refresh_masters(self._model.engine.optimizer)
+    return StatePart(model.module.state_dict, load)
 
 
-class LossScale:
-    """The state of an engine's loss scaler.
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-    Args:
-        engine: an engine in float16.
-    """
 
-    def __init__(self, engine: Any) -> None:
-        self._scaler = engine.optimizer.loss_scaler
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and the step of its last change."""
-        return {name: getattr(self._scaler, name) for name in _SCALE if hasattr(self._scaler, name)}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Load such a state."""
-        vars(self._scaler).update(state_dict)
+def loss_scale(engine: Any) -> StatePart:
+    """Return the part of the loss scaler of an engine in float16: the scale, and the step of its last change."""
+    scaler = vars(engine.optimizer.loss_scaler)
+    return StatePart(lambda: {name: scaler[name] for name in _SCALE if name in scaler}, scaler.update)
 
 
 def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:

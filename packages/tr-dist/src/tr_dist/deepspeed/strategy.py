@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tr_dist.base import Ranks, common_options
+from tr_dist.base import OnRanks, common_options
 from tr_dist.deepspeed import configuration as configurations
 from tr_dist.deepspeed.engine import (
     EngineModel,
@@ -25,15 +25,15 @@ from tr_dist.deepspeed.engine import (
     set_local_rank,
 )
 from tr_dist.deepspeed.states import (
-    FullStateModel,
-    LossScale,
     ShardedModel,
     ShardedOptimizer,
     clear_gradients,
     clip_gradients,
     full_state_dict,
     gathered,
+    loss_scale,
     pass_early_gradients,
+    replicated_model,
     skip_step,
 )
 from tr_dist.deepspeed.swapping import SwapFolders, check_swap_paths, keep_unaligned_gradients, prepare_step
@@ -44,7 +44,7 @@ from tr_dist.sharded_model import broadcast_values, synced_generation
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeed(Ranks):
+class DeepSpeed(OnRanks):
     """Data parallel training by DeepSpeed: ZeRO stage 0 (nothing divided), 1, 2 or 3, with or without offload.
 
     Stage 1 divides optimizer state over the ranks, stage 2 gradients too, stage 3 parameters too.
@@ -285,7 +285,7 @@ class DeepSpeed(Ranks):
             is_divided = self.stage > 0
             parts["optimizer"] = ShardedOptimizer(inner, optimizer, self.stage, self.rank) if is_divided else optimizer
         if self._dtype is torch.float16:
-            parts["scaler"] = LossScale(inner.engine)
+            parts["scaler"] = loss_scale(inner.engine)
         return parts
 
     @contextmanager
@@ -331,7 +331,7 @@ class DeepSpeed(Ranks):
         if self.stage == 3:
             path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
             return ShardedModel(inner, self.rank, whole=bool(configurations.look_up(self.configuration, path)))
-        return FullStateModel(inner) if self.stage else inner.module
+        return replicated_model(inner) if self.stage else inner.module
 
     def _check_engine(self, engine: Any) -> None:
         """Raise if DeepSpeed silently made another engine than requested."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from tr_dist.base import Ranks, clip_to_norm, common_options, total_norm
+from tr_dist.base import OnRanks, clip_to_norm, common_options, total_norm
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.settings import Sharding, choose_units
 from tr_dist.replica import check_trainable
@@ -37,7 +37,7 @@ from tr_dist.sharded_model import (
 _NAMES_SHOWN = 5
 
 
-class FSDP(Ranks):
+class FSDP(OnRanks):
     """Fully sharded data parallel training, by torch's `fully_shard` (FSDP2).
 
     Every rank holds a shard of each parameter, of its gradient and of its optimizer state, and works on its own part of

@@ -25,15 +25,13 @@ import torch
 from tr_dist.environment import started_processes
 from tr_dist.launching.rank import end_with
 from tr_dist.launching.report import describe, read_ending
-from tr_dist.process_group import ProcessGroup
+from tr_dist.process_group import here
 from tr_log.streams import flush_streams
 
 # Seconds that the others get once one has failed: first to end by themselves, then after SIGTERM.
 _GRACE_S, _STOP_S = 2.0, 15.0
 # After an interrupt they may be writing a checkpoint.
 _SAVE_S = 300.0
-# Groups that the notebook left earlier: their threads are not copied, and destroying them in a copy would never end.
-_of_the_notebook: list[Any] = []
 _OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
@@ -171,8 +169,7 @@ def _become_rank(
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     # Threads are not copied: a parallel operation would wait forever for the notebook's threads.
     torch.set_num_threads(1)
-    _of_the_notebook.append(ProcessGroup._left)
-    ProcessGroup._left = []
+    here.keep_inherited()
     try:
         start.begin()
         function(*args)

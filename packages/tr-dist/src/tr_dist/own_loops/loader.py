@@ -33,7 +33,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class RowShare:
     """The number of rows in one micro-batch of each rank.
 
     Attributes:
@@ -52,15 +52,15 @@ class Share:
         return self.counts[rank] * len(self.counts) / self.total
 
 
-def share_of(sizes: list[int], world_size: int) -> Share:
+def share_of(sizes: list[int], world_size: int) -> RowShare:
     """Divide the rows of `world_size` batches: a batch to each rank, or evenly if some are missing."""
     if len(sizes) == world_size:
-        return Share(tuple(sizes))
+        return RowShare(tuple(sizes))
     each, more = divmod(sum(sizes), world_size)
-    return Share(tuple(each + (rank < more) for rank in range(world_size)))
+    return RowShare(tuple(each + (rank < more) for rank in range(world_size)))
 
 
-def rows_of(share: Share, rank: int) -> slice:
+def rows_of(share: RowShare, rank: int) -> slice:
     """Return the range of a rank's rows among those of all; the last row of all for a rank that has none."""
     begin = sum(share.counts[:rank])
     return slice(begin, begin + share.counts[rank]) if share.counts[rank] else slice(share.total - 1, share.total)
@@ -93,7 +93,7 @@ class RankBatches:
             yield _listed(rows[begin + wanted.start : begin + wanted.stop])
             begin += share.total
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[RowShare]:
         """Yield the shares of the micro-batches in the order that was drawn last."""
         sizes, world_size = self._sizes, self._exchange.world_size
         for start in range(0, len(sizes), world_size):
@@ -142,11 +142,10 @@ def _listed(part: Rows) -> list[Any]:
 
 @dataclass(frozen=True)
 class TakeRows:
-    """Collate this rank's rows of a micro-batch that was read in full, with its `Share`.
+    """Collate this rank's rows of a micro-batch that was read in full, with its `RowShare`.
 
     Attributes:
         collate: makes a batch from rows.
-        batch_size: rows of one rank in a full micro-batch.
         batch_size: rows of one rank in a full micro-batch.
         rank: of this process.
         world_size: number of processes.
@@ -157,7 +156,7 @@ class TakeRows:
     rank: int
     world_size: int
 
-    def __call__(self, rows: list[Any]) -> tuple[Share, Any]:
+    def __call__(self, rows: list[Any]) -> tuple[RowShare, Any]:
         """Return the share and this rank's batch."""
         sizes = [self.batch_size] * (len(rows) // self.batch_size)
         if rest := len(rows) % self.batch_size:
@@ -166,7 +165,7 @@ class TakeRows:
         return share, self.collate(rows[rows_of(share, self.rank)])
 
 
-def check_equal_rows(shares: Sequence[Share], exchange: Exchange) -> None:
+def check_equal_rows(shares: Sequence[RowShare], exchange: Exchange) -> None:
     """Raise on all ranks if they read unequal numbers of rows for a step: ranks with more would wait forever.
 
     Collective, on the host alone.
@@ -194,7 +193,7 @@ class Following(Protocol):
         """Called when a loader begins, perhaps within another."""
         ...
 
-    def begin_batch(self, share: Share, *, in_step: int, is_last: bool) -> None:
+    def begin_batch(self, share: RowShare, *, in_step: int, is_last: bool) -> None:
         """Called when a batch begins."""
         ...
 
@@ -257,13 +256,13 @@ class PreparedLoader:
         finally:
             self._following.end_loader()
 
-    def _step(self, batches: Iterator[tuple[Share, Any]]) -> list[tuple[Share, Any]]:
+    def _step(self, batches: Iterator[tuple[RowShare, Any]]) -> list[tuple[RowShare, Any]]:
         step = list(itertools.islice(batches, self._steps))
         if self._is_stream:
             check_equal_rows([share for share, _ in step], self._exchange)
         return step
 
-    def _shared(self) -> Iterator[tuple[Share, Any]]:
+    def _shared(self) -> Iterator[tuple[RowShare, Any]]:
         if self._is_stream:
             return iter(self._loader)
         batches = iter(self._loader)  # draws the order

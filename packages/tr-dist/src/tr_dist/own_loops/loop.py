@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from tr_dist.ddp import DDP
-from tr_dist.own_loops.loader import PreparedLoader, Share, rows_of
+from tr_dist.own_loops.loader import PreparedLoader, RowShare, rows_of
 from tr_dist.own_loops.prepared import PreparedOptimizer, PreparedSchedule, follow_parameters
 
 # The strategies of this package have them; a strategy of one's own that the Trainer completes may not.
@@ -58,8 +58,8 @@ class Loop:
         self._model: nn.Module | None = None
         self._names: dict[int, str] = {}
         self._optimizer: PreparedOptimizer | None = None
-        self._share: Share | None = None
-        self._outer: list[tuple[Share | None, int, bool]] = []
+        self._share: RowShare | None = None
+        self._outer: list[tuple[RowShare | None, int, bool]] = []
         self._in_step, self._is_last = 1, True
         self._open: ExitStack | None = None
         self._precision = ExitStack()
@@ -176,7 +176,7 @@ class Loop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(failed=kind is not None)
 
-    def begin_batch(self, share: Share, *, in_step: int, is_last: bool) -> None:
+    def begin_batch(self, share: RowShare, *, in_step: int, is_last: bool) -> None:
         """Record the batch that a prepared loader gives."""
         self._give_up()
         self._share, self._in_step, self._is_last = share, in_step, is_last

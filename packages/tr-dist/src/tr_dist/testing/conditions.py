@@ -12,7 +12,7 @@ from tr_dist.base import OnDevice
 from tr_dist.deepspeed.configuration import fill_from_arguments, fill_from_model, read_configuration
 from tr_dist.launching.accelerate_file import interpret, read_file
 from tr_dist.launching.launch import Launch
-from tr_dist.process_group import ProcessGroup
+from tr_dist.process_group import here
 
 
 def set_loss_scaler(strategy: OnDevice, scaler: torch.amp.GradScaler) -> OnDevice:
@@ -23,7 +23,7 @@ def set_loss_scaler(strategy: OnDevice, scaler: torch.amp.GradScaler) -> OnDevic
 
 def abandon_group() -> None:
     """Leave the process group to its user, as one that was joined before this package was imported."""
-    ProcessGroup._made_here = False
+    here.is_made_here = False
 
 
 def described_launch(path: Path) -> str:

@@ -34,33 +34,6 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-class HostState:
-    """The state of a module or optimizer, with its tensors in host memory, so that a checkpoint does not depend on XLA.
-
-    Shared tensors stay shared.
-
-    Args:
-        part: the module or optimizer.
-    """
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, copied from the device. Waits for the device."""
-        if isinstance(self._part, nn.Module):
-            return module_state(self._part)
-        return to_host(self._part.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> Any:
-        """Load a state; modules and optimizers move it to their device."""
-        return self._part.load_state_dict(state_dict, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the module or optimizer."""
-        return getattr(self._part, name)
-
-
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's state dict with tensors in host memory; parameters that modules share are one tensor."""
     state = module.state_dict(keep_vars=True)  # the tensors themselves, to find shared ones
@@ -263,34 +236,6 @@ def part_of_rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tens
     mine = tensor[rank * rows : (rank + 1) * rows]
     missing = rows - mine.shape[0]
     return torch.cat([mine, mine.new_zeros(missing, *tensor.shape[1:])]) if missing else mine
-
-
-class FullState:
-    """The full state of a divided model or its optimizer, in host memory, which any strategy can load.
-
-    Args:
-        by_replicas: the sharding.
-        root: the result of its `wrap`.
-        optimizer: the optimizer whose state it is; None for the model's.
-    """
-
-    def __init__(
-        self, by_replicas: ReplicaSharding, root: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
-        self._by, self._root, self._optimizer = by_replicas, root, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state. Collective."""
-        if self._optimizer is None:
-            return self._by.model_state(self._root)
-        return self._by.optimizer_state(self._optimizer)
-
-    def load_state_dict(self, state_dict: dict[str, Any], **options: Any) -> None:
-        """Load a full state."""
-        if self._optimizer is None:
-            self._by.load_model_state(self._root, state_dict)
-        else:
-            self._by.load_optimizer_state(self._optimizer, state_dict)
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -11,6 +11,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,9 @@ from torch import nn
 from tr_dist.base import OnDevice, consumes_gradients, precision_of, total_norm
 from tr_dist.fsdp.settings import choose_units
 from tr_dist.replica import check_trainable
+from tr_dist.state_part import StatePart
 from tr_dist.xla.library import check_replicas, load_torch_xla
-from tr_dist.xla.replica_sharding import FullState, HostState, ReplicaSharding, module_state, move
+from tr_dist.xla.replica_sharding import ReplicaSharding, module_state, move, to_host
 from tr_dist.xla.settings import XlaSharding
 
 AXIS = "fsdp"
@@ -295,10 +297,16 @@ class XLA(OnDevice):
 
         They are full, and the same on every replica. They can be loaded without XLA, and the reverse.
         """
-        by = self._by_replicas
-        parts: dict[str, Any] = {"model": HostState(self.unwrap(model)) if by is None else FullState(by, model)}
+        by, inner = self._by_replicas, self.unwrap(model)
+        if by is None:
+            parts = {"model": StatePart(partial(module_state, inner), inner.load_state_dict)}
+            if optimizer is not None:
+                parts["optimizer"] = StatePart(lambda: to_host(optimizer.state_dict()), optimizer.load_state_dict)
+            return parts
+        parts = {"model": StatePart(partial(by.model_state, model), partial(by.load_model_state, model))}
         if optimizer is not None:
-            parts["optimizer"] = HostState(optimizer) if by is None else FullState(by, model, optimizer)
+            save, load = partial(by.optimizer_state, optimizer), partial(by.load_optimizer_state, optimizer)
+            parts["optimizer"] = StatePart(save, load)
         return parts
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
