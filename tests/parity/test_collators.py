@@ -213,39 +213,3 @@ def test_a_run_without_padding(tmp_path):
     metrics = ours.trainer.evaluate(samples)
     ours.trainer.args.per_device_eval_batch_size = 1
     assert ours.trainer.evaluate(samples)["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
-
-
-# Differences
-
-
-@pytest.mark.reference_fails
-def test_an_end_of_text_that_also_pads_is_learned_where_it_ends_a_text():
-    tokenizer = word_tokenizer(pad_token="[SEP]", eos_token="[SEP]")
-    theirs, mine = both("DataCollatorForLanguageModeling", texts(3), tokenizer, mlm=False)
-    ends = tokenizer.eos_token_id
-    real = (mine["input_ids"] == ends) & mine["attention_mask"].bool()
-    assert int(real.sum()) == 3
-    assert (theirs["labels"][real] == -100).all()
-    assert (mine["labels"][real] == ends).all()
-    assert torch.equal(mine["labels"][~real], theirs["labels"][~real])
-
-
-@pytest.mark.reference_fails
-def test_labels_that_were_prepared_are_not_replaced_in_silence():
-    features = [{**text, "labels": [-100, *text["input_ids"][1:]]} for text in texts(1)]
-    theirs = transformers.DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)(copy.deepcopy(features))
-    assert theirs["labels"][0, 0] != -100
-    with pytest.raises(ValueError, match="labels other than their input_ids"):
-        collators.DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)(features)
-
-
-@pytest.mark.reference_fails
-def test_whole_words_are_replaced_by_random_tokens_too_where_that_is_asked_for():
-    features, _ = word_texts()
-    options = {"whole_word_mask": True, "mlm_probability": 1.0}
-    with pytest.warns(UserWarning, match="Setting mask_replace_prob to 1"):
-        theirs = transformers.DataCollatorForLanguageModeling(piece_tokenizer(), **options)(copy.deepcopy(features))
-    mine = collators.DataCollatorForLanguageModeling(piece_tokenizer(), **options)(features)
-    masked = [float((b["input_ids"][b["labels"] != -100] == MASK).float().mean()) for b in (theirs, mine)]
-    assert masked[0] == 1.0
-    assert masked[1] == pytest.approx(0.8, abs=0.06)

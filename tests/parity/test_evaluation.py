@@ -18,64 +18,6 @@ EVALUATION = data.classes(9, seed=8)
 WITH_METRICS = {"compute_metrics": accuracy}
 
 
-@pytest.mark.parametrize("eval_steps", [1, 3, 4, 0.25, None])
-def test_evaluation_every_k_steps_is_the_same(parity, eval_steps):
-    parity(
-        models.Mlp,
-        data.classes(),
-        EVALUATION,
-        options=WITH_METRICS,
-        eval_strategy="steps",
-        eval_steps=eval_steps,
-        logging_steps=2,
-    )
-
-
-def test_evaluation_every_epoch_is_the_same(parity):
-    parity(models.Mlp, data.classes(), EVALUATION, options=WITH_METRICS, eval_strategy="epoch")
-
-
-def test_evaluation_at_a_stop_inside_an_epoch_is_the_same(parity):
-    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy="epoch", max_steps=7)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "delay"), [("steps", 4), ("steps", 3.5), ("epoch", 2), ("epoch", 1.5), ("steps", 100)]
-)
-def test_a_delay_of_evaluation_is_the_same(parity, strategy, delay):
-    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy=strategy, eval_steps=3, eval_delay=delay)
-
-
-def test_evaluation_on_start_is_the_same(parity):
-    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy="epoch", eval_on_start=True)
-
-
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_several_evaluation_sets_are_the_same(parity, strategy):
-    several = {"near": data.classes(9, seed=8), "far": data.classes(5, seed=9)}
-    parity(models.Mlp, data.classes(), several, options=WITH_METRICS, eval_strategy=strategy, eval_steps=4)
-
-
-def test_a_model_without_dropout_evaluates_the_same_in_the_middle_of_accumulation(parity):
-    parity(models.Mlp, data.classes(), EVALUATION, eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2)
-
-
-def test_a_causal_model_is_evaluated_the_same(parity):
-    parity(
-        models.llama,
-        data.tokens(),
-        # As many targets in each row: else the reference takes the mean of the batches' means.
-        data.tokens(7, seed=8, masked=False),
-        eval_strategy="epoch",
-        per_device_eval_batch_size=2,
-        learning_rate=0.01,
-    )
-
-
-def test_evaluation_of_a_stream_is_the_same(parity):
-    parity(models.Mlp, data.classes(), data.Stream(EVALUATION), eval_strategy="epoch", per_device_eval_batch_size=4)
-
-
 def both(tmp_path, scenario):
     """Build both trainers for evaluation alone."""
     return [build(side, scenario, tmp_path / side.name) for side in (REFERENCE, OURS)]

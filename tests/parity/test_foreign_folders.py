@@ -111,20 +111,16 @@ def test_a_converted_checkpoint_goes_on_likewise(tmp_path, step):
     assert type(whole.trainer.model).from_pretrained(folder).config.n_embd == 16
 
 
-@pytest.mark.reference_fails
 def test_another_batch_size_or_accumulation_goes_on_with_the_next_sample(tmp_path):
     """The batch size of then is in the state, and the logged share of the pass tells the accumulation."""
     scenario = Scenario(models.Linear, data.regression(), arguments={"num_train_epochs": 1})
     before = begun(scenario, tmp_path).batches.train[:2]  # two batches of 4
     for changes in ({"per_device_train_batch_size": 2}, {"gradient_accumulation_steps": 3}):
-        for side in (REFERENCE, OURS):
-            again = resumed(side, scenario, tmp_path, 2, **changes)
-            used = torch.cat([batch["x"] for batch in (*before, *again.batches.train)])
-            each_once = used.shape[0] == 18 and used.unique(dim=0).shape[0] == 18
-            assert each_once == (side is OURS)
+        again = resumed(OURS, scenario, tmp_path, 2, **changes)
+        used = torch.cat([batch["x"] for batch in (*before, *again.batches.train)])
+        assert (used.shape[0], used.unique(dim=0).shape[0]) == (18, 18)
 
 
-@pytest.mark.reference_fails
 def test_a_stream_goes_on_where_it_was_beyond_its_first_pass(tmp_path):
     """Three steps a pass, resumed in the second one: the epoch in the state tells which pass it was."""
     scenario = Scenario(models.Mlp, data.Stream(data.classes(12)), arguments={"max_steps": 8})
@@ -133,7 +129,6 @@ def test_a_stream_goes_on_where_it_was_beyond_its_first_pass(tmp_path):
         again = resumed(OURS, scenario, tmp_path, step)
         assert same_tensors(whole.weights, again.weights), step
         assert again.trainer.state.epoch == whole.trainer.state.epoch
-    assert not same_tensors(whole.weights, resumed(REFERENCE, scenario, tmp_path, 5).weights)
 
 
 def with_adapter():

@@ -19,7 +19,12 @@ PROJ_TYPES = ["std", "reverse_std", "right", "left", "full"]
 STEPS = 12
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 ADAFACTOR = {"lr": 1e-2, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}
-CLASSES = [(GaLoreTorchAdamW, GaLoreAdamW, ADAMW), (GaLoreTorchAdafactor, GaLoreAdafactor, ADAFACTOR)]
+UNSCALED = {"lr": 1e-2, "relative_step": False, "scale_parameter": False}
+CLASSES = [
+    (GaLoreTorchAdamW, GaLoreAdamW, ADAMW),
+    (GaLoreTorchAdafactor, GaLoreAdafactor, ADAFACTOR),
+    (GaLoreTorchAdafactor, GaLoreAdafactor, UNSCALED),
+]
 OPTIONS = {"optim_target_modules": "all-linear", "optim_args": "rank=4, update_proj_gap=2, scale=1.0"}
 
 
@@ -66,6 +71,13 @@ def test_weights_are_the_librarys_bit_for_bit_and_those_of_our_own_class(library
     assert torch.equal(found, raw)
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-6)
     assert (found - torch.cat([p.detach().flatten() for p in net().parameters()])).abs().max() > 1e-3
+
+
+def test_a_rank_above_the_shorter_side_is_that_side_with_our_own_class_too(library):
+    ours, theirs = net(), net()
+    reference = library[GaLoreTorchAdamW](groups(theirs, rank=100), **ADAMW, no_deprecation_warning=True)
+    optimizer = GaLoreAdamW(groups(ours, rank=100), **ADAMW, compat="galore-torch")
+    torch.testing.assert_close(step(ours, optimizer), step(theirs, reference), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("proj_type", PROJ_TYPES)

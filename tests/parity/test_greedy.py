@@ -2,11 +2,8 @@
 
 import random
 
-import parity_data as data
-import parity_models as models
 import pytest
 import torch
-from parity_harness import OURS, REFERENCE, Scenario, run, run_both
 from transformers.optimization import GreedyLR as ReferenceGreedyLR
 
 from tr_core import get_scheduler
@@ -52,63 +49,3 @@ def test_it_gives_the_rates_of_the_reference(options, seed):
         level += -0.05 if index % 120 < 60 else 0.03
         results.append(level + generator.gauss(0, 0.02))
     assert rates(ours, options, results) == rates(theirs, options, results)
-
-
-def test_a_run_is_the_same(parity):
-    parity(
-        models.Mlp,
-        data.classes(),
-        data.classes(9, seed=8),
-        lr_scheduler_type="greedy",
-        lr_scheduler_kwargs={"patience": 0, "factor": 0.5, **BOUNDS},
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-
-
-@pytest.mark.reference_fails
-def test_the_default_learning_rate_can_be_lowered(tmp_path):
-    """21: the reference's least rate, 1e-3, lies above the default learning rate."""
-    scenario = Scenario(
-        models.Mlp,
-        data.classes(),
-        data.classes(9, seed=8),
-        {
-            "lr_scheduler_type": "greedy",
-            "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},  # nothing is an improvement
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "learning_rate": 5e-5,
-        },
-    )
-    reference, ours = run_both(scenario, tmp_path)
-    assert reference.trainer.optimizer.param_groups[0]["lr"] == 5e-5 / 0.95  # raised once, by the first result
-    assert ours.trainer.optimizer.param_groups[0]["lr"] < 4e-5
-
-
-@pytest.mark.reference_fails
-def test_it_follows_the_direction_of_the_metric(tmp_path):
-    """21: the reference takes a metric that grows for one that gets worse."""
-
-    def grows():
-        values = iter(range(100))
-        return lambda prediction: {"score": float(next(values))}
-
-    last = {}
-    for side in (REFERENCE, OURS):
-        scenario = Scenario(
-            models.Mlp,
-            data.classes(),
-            data.classes(9, seed=8),
-            {
-                "lr_scheduler_type": "greedy",
-                "lr_scheduler_kwargs": {"patience": 0, **BOUNDS},
-                "eval_strategy": "steps",
-                "eval_steps": 1,
-                "metric_for_best_model": "score",
-                "greater_is_better": True,
-            },
-            {"compute_metrics": grows()},
-        )
-        last[side.name] = run(side, scenario, tmp_path / side.name).trainer.optimizer.param_groups[0]["lr"]
-    assert last["reference"] < 0.05 < last["ours"]

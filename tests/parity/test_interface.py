@@ -17,14 +17,6 @@ def make(side, folder, **arguments):
     return build(side, Scenario(models.Mlp, data.classes(), data.classes(9, seed=8), arguments), folder).trainer
 
 
-def test_learning_rates_can_be_asked_for_before_training(tmp_path):
-    with pytest.raises(ValueError, match="optimizer is None"):
-        make(REFERENCE, tmp_path / "reference", learning_rate=0.25).get_learning_rates()
-    trainer = make(OURS, tmp_path / "ours", learning_rate=0.25)
-    assert set(trainer.get_learning_rates()) == {0.25}
-    assert trainer.optimizer is not None
-
-
 def test_the_best_checkpoint_without_a_metric_is_that_of_the_loss(tmp_path):
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
     with pytest.raises(ValueError, match="metric_for_best_model` must be provided"):

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 from adapter_runs import check_resume_at_every_step, train, train_in_shards, trainer_of, weights
-from parity_lomo import Network, batches, rates
 from torch import nn
 
 with pytest.MonkeyPatch.context() as patch:
@@ -20,6 +19,26 @@ from tr_optim import AdaLomo, Lomo, LossScaler
 from tr_optim.adapters.lomo_optim import LomoOptimAdaLomo, LomoOptimLomo
 
 PAIRS = [(LomoOptimLomo, Lomo), (LomoOptimAdaLomo, AdaLomo)]
+
+
+class Network(nn.Module):
+    """Two layers with a norm between them; what it returns is its loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 8))
+
+    def forward(self, inputs):
+        return self.layers(inputs).square().mean()
+
+
+def batches(number=10):
+    return list(torch.randn(number, 8, 16, generator=torch.Generator().manual_seed(1)))
+
+
+def rates(number=10):
+    return [0.1 * (1 - step / number) for step in range(number)]
 
 
 def train_with_library(optimizer, model, clip=None):

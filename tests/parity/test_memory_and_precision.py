@@ -1,7 +1,5 @@
 """Memory, precision and compilation: runs that both trainers make alike."""
 
-import json
-
 import parity_data as data
 import parity_models as models
 import pytest
@@ -10,57 +8,11 @@ from parity_harness import EVAL_LOSS_TOLERANCE, OURS, REFERENCE, Scenario, build
 LLAMA = {"learning_rate": 0.01, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize(
-    "options", [None, {"use_reentrant": False}, {"use_reentrant": True}, {"every_n_layers": 2}, {"early_stop": False}]
-)
-def test_activation_checkpointing_is_the_same(parity, options):
-    parity(models.llama, data.tokens(), activation_checkpointing=True, activation_checkpointing_kwargs=options, **LLAMA)
-
-
-@pytest.mark.parametrize("model", [models.gpt2, models.t5, models.bert_tagger])
-def test_activation_checkpointing_of_other_models_is_the_same(parity, model):
-    samples = data.tokens(6, seed=9, masked=False)
-    parity(model, data.tokens(), samples, activation_checkpointing=True, learning_rate=0.01, eval_strategy="epoch")
-
-
-def test_activation_checkpointing_by_its_older_name_is_the_same(parity):
-    parity(
-        models.llama,
-        data.tokens(),
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        **LLAMA,
-    )
-
-
 def test_activation_checkpointing_ends_with_training(tmp_path):
     scenario = Scenario(models.llama, data.tokens(), arguments={"activation_checkpointing": True})
     model = run(OURS, scenario, tmp_path).trainer.model
     assert not model.is_activation_checkpointing
     assert not model.model.embed_tokens._forward_hooks
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_run_is_the_same(parity, backend):
-    parity(models.Mlp, data.classes(), data.classes(9, seed=8), torch_compile_backend=backend, eval_strategy="epoch")
-
-
-def test_a_compiled_causal_model_is_the_same(parity):
-    # The reference's compiled model is called by another name, and the recorder counts our trial call too.
-    parity(models.llama, data.tokens(), torch_compile_backend="eager", but=("batches",), **LLAMA)
-
-
-@pytest.mark.parametrize("use_cache", [False, True])
-def test_use_cache_is_the_same(parity, use_cache):
-    samples = data.tokens(6, seed=9, masked=False)
-    parity(models.llama, data.tokens(), samples, use_cache=use_cache, eval_strategy="epoch", learning_rate=0.01)
-
-
-@pytest.mark.parametrize("kwargs", [{"sync_each_batch": True}, {"sync_each_batch": False}])
-def test_gradients_synchronised_after_every_batch_are_the_same(parity, kwargs):
-    config = {"gradient_accumulation_kwargs": kwargs, "non_blocking": True, "dispatch_batches": False}
-    # As a text: the reference writes into the dict that it is given.
-    parity(models.Mlp, data.classes(), accelerator_config=json.dumps(config), gradient_accumulation_steps=2)
 
 
 @pytest.mark.parametrize("option", ["bf16_full_eval", "fp16_full_eval"])
@@ -81,12 +33,6 @@ def test_evaluation_and_prediction_in_16_bits_are_the_same(tmp_path, option, mod
     # The reference takes the mean of losses in float16 in float16.
     tolerance = 5e-4 if option == "fp16_full_eval" else EVAL_LOSS_TOLERANCE
     assert ours[:2] == pytest.approx((eval_loss, test_loss), rel=tolerance)
-
-
-@pytest.mark.parametrize("option", ["bf16_full_eval", "fp16_full_eval"])
-def test_in_training_an_evaluation_in_16_bits_is_one_in_32(parity, option):
-    """The option is for evaluations outside training, in both."""
-    parity(models.Mlp, data.classes(), data.classes(9, seed=8), eval_strategy="epoch", **{option: True})
 
 
 def test_memory_metrics_have_the_same_names(tmp_path):

@@ -17,53 +17,7 @@ def checkpoints(outcome):
     return sorted(path.name for path in outcome.folder.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"save_strategy": "steps", "save_steps": 3},
-        {"save_strategy": "steps", "save_steps": 5},
-        {"save_strategy": "steps", "save_steps": 0.3},
-        {"save_strategy": "steps", "save_steps": 100},
-        {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1},
-        {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2},
-        {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2},
-        {"save_strategy": "epoch"},
-        {"save_strategy": "epoch", "max_steps": 7},
-        {"save_strategy": "epoch", "save_only_model": True},
-        {"save_strategy": "no"},
-    ],
-)
-def test_checkpoints_are_saved_at_the_same_steps(parity, arguments):
-    reference, ours = parity(models.Mlp, data.classes(), **arguments)
-    assert checkpoints(ours) == checkpoints(reference)
-
-
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {**BEST, "save_strategy": "best", "metric_for_best_model": "loss"},
-        {**BEST, "save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True},
-        {**BEST, "save_strategy": "best", "metric_for_best_model": "loss", "load_best_model_at_end": True},
-        {**BEST, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True},
-        {**BEST, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2},
-        {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "learning_rate": 0.5},
-        {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "eval_loss"},
-    ],
-)
-def test_the_best_model_is_the_same(parity, arguments):
-    reference, ours = parity(models.Mlp, data.classes(), EVALUATION, **arguments)
-    assert checkpoints(ours) == checkpoints(reference)
-    folders = [outcome.trainer.state.best_model_checkpoint for outcome in (reference, ours)]
-    names = [folder and folder.rsplit("/", 1)[-1] for folder in folders]
-    assert names[1] == names[0]
-
-
-def test_the_best_model_by_a_metric_of_one_of_several_sets_is_the_same(parity):
-    several = {"near": data.classes(9, seed=8), "far": data.classes(5, seed=9)}
-    parity(models.Mlp, data.classes(), several, metric_for_best_model="far_loss", save_strategy="best", **BEST)
 
 
 def test_the_step_of_the_best_evaluation_is_known_without_checkpoints_too(parity):
