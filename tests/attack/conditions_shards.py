@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tr_ckpt import Checkpointer, manifest, parts
+from tr_ckpt import Checkpointer, manifest, names, plan
+from tr_ckpt.files import FileRecord
+from tr_ckpt.plan import FileToWrite, Held
+from tr_ckpt.ranks import Ranks
 from tr_ckpt.sharded import export
-from tr_ckpt.sharded.capturing import CapturedShards, TakenState
 from tr_ckpt.testing import verify
 
 RANKS, ROWS, COLUMNS = 1000, 2, 4
@@ -71,15 +73,21 @@ def _expect(found: Any, right: Any) -> None:
         raise AssertionError(f"{found!r}, not {right!r}")
 
 
-def _taken(rank: int) -> TakenState:
+def _taken(rank: int) -> Held:
     """Return what one rank takes of a tensor whose rows are shared out; no other rank is there."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     try:
         mesh = init_device_mesh("cpu", (RANKS,))
         shard = DTensor.from_local(_rows(rank), mesh, [Shard(0)], run_check=False)
-        return TakenState("model", rank, {"weight": shard})
+        held = plan.hold("model", {"weight": shard}, _ranks(rank))
+        assert held is not None
+        return held
     finally:
         dist.destroy_process_group()
+
+
+def _ranks(rank: int) -> Ranks:
+    return Ranks(rank, RANKS, lambda value: [value] * RANKS)
 
 
 def _save(folder: Path) -> None:
@@ -88,11 +96,13 @@ def _save(folder: Path) -> None:
     written = []
     for rank in range(RANKS):
         if rank < ASSIGNED:
-            captured = taken[rank].capture(shares, None)
+            planned = plan.files_of("model", taken[rank], shares, _ranks(rank))
         else:  # each looks at all shares, which 1,000 ranks do at once and one process does not
-            captured = CapturedShards("model", rank, {"weight": _rows(rank)})
-        of_rank = {"model": captured.write(folder)}
-        of_rank["rng"] = parts.capture("rng", rank, {"rank": rank}, None).write(folder)
+            planned = [FileToWrite("model", names.shard_name("model", rank), {"weight": _rows(rank)})]
+        planned += plan.files_of("rng", plan.hold("rng", {"rank": rank}, _ranks(rank)), [None], _ranks(rank))
+        of_rank: dict[str, dict[str, FileRecord]] = {}
+        for file in planned:
+            of_rank.setdefault(file.part, {})[file.name] = file.write(folder)
         written.append(of_rank)
     manifest.write(folder, manifest.describe(2, RANKS, written, sequence=1))
 

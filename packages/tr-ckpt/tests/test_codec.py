@@ -12,15 +12,14 @@ import pytest
 import torch
 from ckpt_parts import same
 
-from tr_ckpt import CheckpointError, codec, parts, untrusted
+from tr_ckpt import CheckpointError, codec, untrusted
 from tr_ckpt.reader import CheckpointReader
+from tr_ckpt.testing import write_part
 
 
 def through_a_file(state, folder):
-    written = parts.capture("optimizer", 0, state).write(folder)
-    for name in written:
-        if name.endswith(".json"):
-            untrusted.parse_json((folder / name).read_text())
+    write_part(folder, "optimizer", state)
+    untrusted.parse_json((folder / "optimizer.json").read_text())
     return read(folder)
 
 
@@ -148,7 +147,7 @@ def test_a_modules_state_keeps_its_versions(tmp_path):
 
 def test_plain_state_is_plain_readable_json_with_sorted_keys(tmp_path):
     state = {"step": 3, "best": None, "log_history": [{"loss": 0.5, "epoch": 1.0}]}
-    parts.capture("trainer_state", 0, state).write(tmp_path)
+    write_part(tmp_path, "trainer_state", state)
     assert (tmp_path / "trainer_state.json").read_text() == json.dumps(state, indent=2, sort_keys=True) + "\n"
     assert [path.name for path in tmp_path.iterdir()] == ["trainer_state.json"]
 
@@ -160,7 +159,7 @@ def test_numbers_that_other_readers_would_round_are_no_plain_numbers():
 
 
 def test_nan_does_not_make_the_json_lax(tmp_path):
-    parts.capture("trainer_state", 0, {"loss": math.nan}).write(tmp_path)
+    write_part(tmp_path, "trainer_state", {"loss": math.nan})
     text = (tmp_path / "trainer_state.json").read_text()
     assert "NaN" not in text
     assert untrusted.parse_json(text) == {"loss": {"$float": "nan"}}
@@ -219,14 +218,14 @@ REFUSED = [
 )
 def test_what_cannot_be_saved_is_named_with_its_place(state, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
-        parts.capture("optimizer", 0, state).write(tmp_path)
+        write_part(tmp_path, "optimizer", state)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_array_of_objects_is_refused(tmp_path):
     numpy = pytest.importorskip("numpy")
     with pytest.raises(CheckpointError, match=r"optimizer\[0\] is a numpy.ndarray; "):
-        parts.capture("optimizer", 0, [numpy.array([MyClass()])]).write(tmp_path)
+        write_part(tmp_path, "optimizer", [numpy.array([MyClass()])])
 
 
 STRANGE = [

@@ -5,7 +5,7 @@ import torch
 from ckpt_parts import bits, of_dtype
 
 from tr_ckpt import tensor_file
-from tr_ckpt.parts import HostBuffers
+from tr_ckpt.host_buffers import HostBuffers
 
 
 def copied(tensors, buffers=None):

@@ -66,7 +66,7 @@ def test_a_rank_without_saved_random_state_keeps_its_own_and_says_so(tmp_path, c
 
 def test_a_rank_that_does_not_see_the_folder_names_the_remedy(tmp_path):
     elsewhere = tmp_path / "not-shared"
-    exchanges = [lambda mine: [((elsewhere, None, False), None), mine], lambda mine: [(None, None), mine]]
+    exchanges = [lambda mine: [((elsewhere, None), None), mine], lambda mine: [(None, None), mine]]
     with pytest.raises(OSError, match=r"rank 1 does not see .*not-shared.*one shared file system"):
         Checkpointer(tmp_path, **as_rank(1, 2, exchanges)).save(1, parts(1))
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tr_ckpt import discovery, files, names, parts, reads, retention
+from tr_ckpt import discovery, files, names, reads, retention
 from tr_ckpt.background import Background
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, FolderInUseError, UnreadableError, explain_save_errors
 from tr_ckpt.folder_lock import FolderLock
+from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
-from tr_ckpt.parts import HostBuffers
 from tr_ckpt.ranks import NodeRanks, Ranks
 from tr_ckpt.restoring import Restored, Restoring
 from tr_ckpt.retention import Known, Surplus
@@ -91,7 +91,7 @@ class Checkpointer:
             raise ValueError(f"keep_last={keep_last} would keep no checkpoint; give 1 or more, or None to keep all")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every={keep_every} is no number of steps; give 1 or more, or None")
-        parts.check_names([prefix])
+        names.check_names([prefix])
         self.directory = Path(directory).expanduser().absolute()
         self.keep_last = keep_last
         self.keep_every = keep_every

@@ -274,6 +274,26 @@ class Encoder:
         return text
 
 
+def encode(part: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """Return the JSON of a part's state and its tensors, which are not copies.
+
+    Raises:
+        CheckpointError: the state holds a value that cannot be saved.
+    """
+    encoder = Encoder(part)
+    try:
+        encoded = encoder.encode(state)
+        text = to_text(encoded, sort_keys=encoder.plain, is_long=encoder.leaves > LONG)
+    except RecursionError:
+        raise CheckpointError(f"{part} is nested too deeply to be saved") from None
+    if len(text) > untrusted.MOST_JSON_BYTES:  # it is ASCII
+        raise CheckpointError(
+            f"what of {part} is no tensor takes {len(text):,} bytes of JSON, and at most {untrusted.MOST_JSON_BYTES:,} "
+            "are read back; give long lists of numbers as tensors"
+        )
+    return text.encode(), encoder.tensors
+
+
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """Return the state whose JSON is `value`; `tensor` gives the tensor of a name, the same one each time.
 

@@ -16,7 +16,7 @@ from typing import Any
 from tr_ckpt import codec, files, reads, untrusted
 from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError
 from tr_ckpt.files import FileRecord, Section, Unsynced
-from tr_ckpt.names import MANIFEST
+from tr_ckpt.names import MANIFEST, index_name, is_shard, stem
 
 FORMAT = 1
 
@@ -56,6 +56,25 @@ class Manifest:
         """Return the files that belong to no part: a model's configuration, a tokenizer."""
         owned = {name for names in self.parts.values() for name in names}
         return sorted(set(self.files) - owned)
+
+    def in_shards(self) -> set[str]:
+        """Return the parts that were saved in shards."""
+        return {part for part, owned in self.parts.items() if index_name(part) in owned}
+
+    def files_to_verify(self, targets: Iterable[str], rank: int, world_size: int) -> list[str]:
+        """Return the files that a rank verifies before the parts `targets` are loaded.
+
+        One rank verifies each file of shards, because reading all of them takes long. Rank 0 verifies all other files,
+        and each rank those of them that it will load.
+        """
+        shards = [name for part in sorted(self.parts) for name in self.parts[part] if is_shard(name)]
+        mine = set(shards[rank::world_size])
+        stems = tuple(f"{stem(part, rank)}." for part in targets)
+        return [
+            name
+            for name in self.files
+            if name in mine or (name not in shards and (rank == 0 or name.startswith(stems)))
+        ]
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""Name the folders of checkpoints, the temporary folders of operations under way, and the processes that made those.
+"""Name the folders and files of checkpoints, the temporary folders of operations, and the processes that made those.
 
 The name of a temporary folder says which process made it, so that others can check whether that one has ended.
 """
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tr_ckpt import reads
-from tr_ckpt.errors import UnreadableError
+from tr_ckpt import reads, untrusted
+from tr_ckpt.errors import CheckpointError, UnreadableError
 
 MANIFEST = "manifest.json"
 INDEX_SUFFIX = ".shards.json"
@@ -48,6 +48,66 @@ def shard_name(part: str, rank: int) -> str:
 def is_shard(file: str) -> bool:
     """Whether a file has such a name."""
     return re.search(r"-shard-[0-9]+\.safetensors$", file) is not None
+
+
+# Parts that differ between the ranks: each rank has its own files.
+PER_RANK = ("rng",)
+
+MOST_RANKS = 10**7  # of any run; limits the length of the names of files
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def check_names(part_names: Iterable[str]) -> None:
+    """Refuse names that cannot be used as file names.
+
+    Raises:
+        CheckpointError: a name has other characters, is taken, or differs from another in case alone.
+    """
+    seen: dict[str, str] = {Path(MANIFEST).stem: Path(MANIFEST).stem}
+    for name in part_names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise CheckpointError(
+                f"the name {name!r} cannot name a file; use letters, digits, '_', '-' and, not first, '.'"
+            )
+        if problem := untrusted.path_problem(name) or untrusted.path_problem(f"{name}-shard-{MOST_RANKS}.safetensors"):
+            raise CheckpointError(f"the part name {name!r} {problem}; give another")
+        if any(re.fullmatch(rf"{per_rank}-\d+", name) for per_rank in PER_RANK) or re.search(r"-shard-\d+$", name):
+            raise CheckpointError(f"the part name {name!r} is that of one rank's files; give another")
+        if name.endswith(".shards"):
+            raise CheckpointError(f"the part name {name!r} is that of the index of a part in shards; give another")
+        if (other := seen.setdefault(name.lower(), name)) != name or name == Path(MANIFEST).stem:
+            raise CheckpointError(f"the part name {name!r} is taken by {other!r}; some file systems ignore case")
+
+
+def check_free(taken: Iterable[str], part_names: Iterable[str]) -> None:
+    """Refuse files of the caller whose names are not restorable, or belong to a part.
+
+    Raises:
+        CheckpointError: the message names the file and the part.
+    """
+    taken = list(taken)
+    if problem := untrusted.paths_problem(taken):
+        raise CheckpointError(f"write_extra made {problem}; give it another name, for nobody could restore it")
+    part_names = list(part_names)
+    for file in taken:
+        if (owner := _owner(file, part_names)) is not None:
+            raise CheckpointError(f"write_extra made {file!r}, which is where {owner} goes; give it another name")
+
+
+def _owner(file: str, part_names: Iterable[str]) -> str | None:
+    if file.lower() == MANIFEST.lower():
+        return "the manifest"
+    for name in part_names:
+        of_rank = r"-\d+" if name in PER_RANK else ""
+        if re.fullmatch(rf"{re.escape(name)}({of_rank}|\.shards|-shard-\d+)\.(json|safetensors)", file, re.IGNORECASE):
+            return f"the part {name!r}"
+    return None
+
+
+def stem(name: str, rank: int) -> str:
+    """Return the file name, without suffix, of a part."""
+    return f"{name}-{rank}" if name in PER_RANK else name
 
 
 _PROC = Path("/proc")  # Linux only; other systems give less information

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from tr_ckpt import codec, discovery, names, parts, reads, shard_index, untrusted
+from tr_ckpt import codec, discovery, names, reads, shard_index, tensor_file, untrusted
 from tr_ckpt.errors import CheckpointError, Damage, UnreadableError
 from tr_ckpt.layout import Layout, fill
 from tr_ckpt.manifest import Manifest
@@ -58,7 +58,7 @@ class CheckpointReader:
             CheckpointError: its files are not in the format of a save, or do not fit `layout`.
             UnreadableError: a file cannot be read.
         """
-        stem = parts.stem(part, rank)
+        stem = names.stem(part, rank)
         encoded, index = self.encoded(stem), self.index(part, stem)
         copies: dict[str, torch.Tensor] = {}
 
@@ -115,7 +115,7 @@ class CheckpointReader:
             view = self._open(file).get_slice(name)
             shape = tuple(view.get_shape())
             chunks = (Chunk(file, (0,) * len(shape), shape),) if math.prod(shape) else ()
-            index[name] = SavedTensor(shard_index.dtype_of(view.get_dtype()), shape, None, chunks)
+            index[name] = SavedTensor(tensor_file.dtype_of(view.get_dtype()), shape, None, chunks)
         return index
 
     def tensor(self, name: str, saved: SavedTensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, manifest, names, parts, reads
+from tr_ckpt import discovery, manifest, names, reads
 from tr_ckpt import ranks as nodes
 from tr_ckpt.discovery import Age, Found
 from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError, UnreadableError
@@ -223,7 +223,7 @@ class Restoring:
             wanted = wanted.union(*self._ranks.across(given))
         else:
             wanted |= self._saved_in_shards(found)
-        wanted -= {*self._layouts, *parts.PER_RANK}
+        wanted -= {*self._layouts, *names.PER_RANK}
         if not wanted:
             return
 
@@ -243,7 +243,7 @@ class Restoring:
         if self._ranks.rank != 0:
             return set()
         try:
-            return parts.in_shards(manifest.read(found.path, with_sections=False)) & set(self._targets)
+            return manifest.read(found.path, with_sections=False).in_shards() & set(self._targets)
         except UnreadableError:
             raise
         except CheckpointError:  # the read that follows says so
@@ -273,7 +273,7 @@ class Restoring:
         described = self._check(found)
         for part, target in self._targets.items():
             if self._is_saved(part, described):
-                if part in parts.in_shards(described) and part not in self._layouts:
+                if part in described.in_shards() and part not in self._layouts:
                     text = f"{MANIFEST} was not the same when it was read again"
                     raise DamagedCheckpointError(damages=[Damage(MANIFEST, "content", text)])
                 with CheckpointReader(found.path, described.parts) as reader:
@@ -302,7 +302,7 @@ class Restoring:
         described = discovery.check_quickly(found)
         self._require_parts(described)
         ranks = self._ranks
-        wanted = parts.files_to_verify(described, self._targets, ranks.rank, ranks.world_size)
+        wanted = described.files_to_verify(self._targets, ranks.rank, ranks.world_size)
         size_bytes = sum(described.files[name].bytes for name in wanted if name in described.files)
         if ranks.rank == 0 and size_bytes >= LONG_READ_BYTES:
             logger.info("reading and verifying %s, %.1f GB", found.path, size_bytes / 1e9)
@@ -311,7 +311,7 @@ class Restoring:
 
     def _hand_out(self, path: Path, states: dict[str, Any]) -> None:
         # Random states last: loading another part may use random numbers.
-        for part in sorted(states, key=lambda name: name in parts.PER_RANK):
+        for part in sorted(states, key=lambda name: name in names.PER_RANK):
             if part in self._only_read:
                 self._states[part] = states.pop(part)
                 continue
@@ -336,7 +336,7 @@ class Restoring:
         )
 
     def _is_saved(self, part: str, described: Manifest) -> bool:
-        if f"{parts.stem(part, self._ranks.number)}.json" in described.files:
+        if f"{names.stem(part, self._ranks.number)}.json" in described.files:
             return True
         if part not in described.parts:
             return False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import discovery, files, names, parts, reader, reads, staging
+from tr_ckpt import discovery, files, names, reader, reads, staging
 from tr_ckpt.discovery import Age, Found, Seen
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, FolderInUseError, UnreadableError, first_three
 
@@ -168,7 +168,7 @@ class Surplus:
         try:
             with reads.at_once():
                 described = discovery.check_quickly(self.saved)
-                wanted = parts.files_to_verify(described, (), rank, world_size)
+                wanted = described.files_to_verify((), rank, world_size)
                 discovery.raise_if_damaged(discovery.damages(folder, described, wanted))
                 if rank == 0:
                     discovery.raise_if_damaged(reader.problems(folder, described))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from tr_ckpt import (
+    codec,
     discovery,
     files,
     folder_lock,
     manifest,
-    parts,
     rank_records,
     reader,
     reads,
@@ -33,6 +33,7 @@ from tr_ckpt.hf_import import state_files, trainer_files
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.names import MANIFEST, Process, this_process
+from tr_ckpt.plan import Held, whole
 from tr_ckpt.reader import CheckpointReader
 from tr_ckpt.sharded.exporting import config_with_dtype
 
@@ -154,16 +155,15 @@ def write_part(folder: Path, name: str, state: Any) -> None:
     Raises:
         CheckpointError: the state holds what cannot be saved.
     """
-    captured = parts.capture(name, 0, state)
-    assert captured is not None, "the state is empty"
-    captured.write(folder)
+    for file in whole(name, 0, Held(*codec.encode(name, state))):
+        file.write(folder)
 
 
 def read_part(folder: Path, name: str) -> Any:
     """Read the state of one part, as a restore of one process does; it can be saved again."""
     with CheckpointReader(folder, {name: reads.names_in(folder)}) as opened:
         state = opened.state(name)
-    parts.encode(name, state)
+    codec.encode(name, state)
     return state
 
 
@@ -191,7 +191,7 @@ def read_shard_index(path: Path, shards: Collection[str]) -> dict[str, tuple[tup
 def read_archive(path: Path) -> Any:
     """Read a file of `torch.save`; what is read can be saved."""
     state = state_files.read_archive(path)
-    parts.capture("part", 0, state)
+    codec.encode("part", state)
     if isinstance(state, dict):
         trainer_files.read_random_states(path)
     return state
@@ -205,7 +205,7 @@ def read_foreign_state(folder: Path) -> None:
         trainer_files.callbacks_part(found),
         trainer_files.run_part(found, 1),
     ):
-        parts.encode("part", part)
+        codec.encode("part", part)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

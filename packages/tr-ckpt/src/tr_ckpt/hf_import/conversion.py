@@ -13,13 +13,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, manifest, names, parts, reads
+from tr_ckpt import codec, discovery, manifest, names, reads
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
 from tr_ckpt.files import FileRecord
 from tr_ckpt.folder_lock import locked
 from tr_ckpt.hf_import import trainer_files
 from tr_ckpt.hf_import.fitting import fit
 from tr_ckpt.hf_import.trainer_files import ForeignCheckpoint
+from tr_ckpt.plan import Held, whole
 from tr_ckpt.staging import Staging
 
 READERS = (trainer_files,)
@@ -79,7 +80,7 @@ def read_into(
             continue
         if checkpoint.has(part, rank):
             states[part] = fit(part, checkpoint.state(part, rank), target)
-        elif part in parts.PER_RANK:
+        elif part in names.PER_RANK:
             logger.warning("%s of rank %d is not in %s; it stays unchanged", part, rank, path.name)
         else:
             raise CheckpointError(
@@ -143,7 +144,7 @@ def _write(checkpoint: ForeignCheckpoint, directory: Path, prefix: str, held: tu
     staging = Staging(directory, names.checkpoint_name(prefix, checkpoint.step))
     try:
         added = staging.begin(lambda folder: _copy_plain_files(checkpoint, folder))
-        parts.check_free(added, held)
+        names.check_free(added, held)
         written: list[dict[str, dict[str, FileRecord]]] = [{"": staging.seal(added)}]
         for part in held:
             written += _write_part(checkpoint, part, staging.folder)
@@ -174,10 +175,9 @@ def _parts_to_write(checkpoint: ForeignCheckpoint) -> tuple[str, ...]:
 
 def _write_part(checkpoint: ForeignCheckpoint, part: str, folder: Path) -> list[dict[str, dict[str, FileRecord]]]:
     written = []
-    for rank in checkpoint.random_states if part in parts.PER_RANK else (0,):
-        captured = parts.capture(part, rank, checkpoint.state(part, rank))
-        if captured is not None:
-            written.append({part: captured.write(folder)})
+    for rank in checkpoint.random_states if part in names.PER_RANK else (0,):
+        held = Held(*codec.encode(part, checkpoint.state(part, rank)))
+        written.append({part: {file.name: file.write(folder) for file in whole(part, rank, held)}})
     return written
 
 

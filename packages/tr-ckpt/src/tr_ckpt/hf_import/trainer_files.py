@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tr_ckpt import parts, reads, untrusted
+from tr_ckpt import names, reads, untrusted
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from tr_ckpt.hf_import import state_files
 from tr_ckpt.names import step_of
@@ -78,7 +78,7 @@ class ForeignCheckpoint:
 
     def has(self, part: str, rank: int) -> bool:
         """Whether it holds the state of a part for a rank."""
-        return rank in self.random_states if part in parts.PER_RANK else part in self.states
+        return rank in self.random_states if part in names.PER_RANK else part in self.states
 
     def state(self, part: str, rank: int) -> Any:
         """Return a part's state for a rank.
@@ -86,7 +86,7 @@ class ForeignCheckpoint:
         Raises:
             CheckpointError: its file does not exist, is damaged, or holds anything but plain state.
         """
-        return self.random_states[rank] if part in parts.PER_RANK else self.states[part]
+        return self.random_states[rank] if part in names.PER_RANK else self.states[part]
 
 
 _JOIN_FSDP = (
