@@ -16,7 +16,7 @@ def lines():
     for name, option in sorted(FlagTable([Seq2SeqTrainingArguments]).options.items()):
         former = "" if option.spec.name == name else f" -> --{option.spec.name}"
         default = f" = {default_text(option)}" if default_text(option) and not former else ""
-        yield f"--{name} {option.metavar or '[BOOL]'}{default}{former}\n"
+        yield f"--{name} {option.placeholder or '[BOOL]'}{default}{former}\n"
 
 
 def test_the_list_of_flags_is_the_frozen_one():

@@ -166,11 +166,11 @@ class Sources:
             if option is None:
                 continue
             # Names with `-` and aliases of a field's metadata mean the field. Former names follow below.
-            if option.name in layer[option.cls]:
-                message = f"has {option.name} twice, in two spellings; keep one"
+            if option.dest in layer[option.cls]:
+                message = f"has {option.dest} twice, in two spellings; keep one"
                 self.problems.append(Problem(name, NOTHING, message, item.origin))
             try:
-                layer[option.cls][option.name] = replace(item, value=option.read(item.value))
+                layer[option.cls][option.dest] = replace(item, value=option.read(item.value))
             except RefusedError as refusal:
                 shown = "***" if option.spec.hides(item.value) else item.value
                 self.problems.append(Problem(name, shown, str(refusal), item.origin))

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from tr_args.aliases import aliases
-from tr_args.flags import FlagTable, Option
+from tr_args.flags import FieldAction, FlagTable
 from tr_args.schema import FieldSpec, schema
 
 
@@ -46,28 +46,27 @@ def _texts_under_fields(cls: type) -> dict[str, str]:
 def add_sections(formatter: argparse.HelpFormatter, table: FlagTable) -> None:
     """Add a section for every topic of every dataclass in `table`."""
     for cls in table.classes:
-        topics: dict[str, list[Option]] = {}
+        topics: dict[str, list[FieldAction]] = {}
         for name in schema(cls):
             option = table.options[name]
             topics.setdefault(_topic(option.spec.owner), []).append(option)
         for topic, options in topics.items():
             formatter.start_section(topic)
-            formatter.add_arguments([as_action(option, table) for option in options])
+            formatter.add_arguments([_shown(option, table) for option in options])
             formatter.end_section()
         if former := sorted(aliases(cls)):
             names = ", ".join(f"--{name}" for name in former)
             formatter.add_text(_escaped(f"Former names still accepted: {names}."))
 
 
-def as_action(option: Option, table: FlagTable) -> argparse.Action:
-    """Return an argparse action that shows the option in a help page; it parses nothing."""
-    own = option.spec.metadata
-    metavar = option.metavar or own.get("metavar")
-    takes_one_or_none = own.get("nargs") == "?" or (metavar is not None and option.metavar is None)
+def _shown(option: FieldAction, table: FlagTable) -> argparse.Action:
+    """Return an action as the help page shows it: with the text under the field, the default and all flags."""
+    metavar = option.placeholder or option.metavar
+    takes_one_or_none = option.spec.metadata.get("nargs") == "?" or (metavar and option.placeholder is None)
     text = field_help(option.spec)
     return argparse.Action(
-        option_strings=list(flag_names(option, table)),
-        dest=option.name,
+        list(_flags(option, table)),
+        option.dest,
         nargs="?" if takes_one_or_none else 0 if metavar is None else None,
         default=argparse.SUPPRESS,
         metavar=metavar,
@@ -75,16 +74,16 @@ def as_action(option: Option, table: FlagTable) -> argparse.Action:
     )
 
 
-def flag_names(option: Option, table: FlagTable) -> Iterator[str]:
+def _flags(option: FieldAction, table: FlagTable) -> Iterator[str]:
     """Yield the flags of an option: its own, those of its metadata, and the negated one of a switch."""
     for name, other in table.options.items():
         if other is option:
             yield name if name.startswith("-") else f"--{name}"
-    if option.metavar is None:
-        yield f"--no_{option.name}"
+    if option.placeholder is None:
+        yield f"--no_{option.dest}"
 
 
-def default_text(option: Option) -> str:
+def default_text(option: FieldAction) -> str:
     """Return an option's default as written on a command line; empty for None, lists and mappings."""
     default: Any = None if option.spec.required else option.spec.make_default()
     if isinstance(default, Enum):
@@ -94,7 +93,7 @@ def default_text(option: Option) -> str:
     return str(default) if isinstance(default, (str, int, float)) and default != "" else ""
 
 
-def _default(option: Option) -> str:
+def _default(option: FieldAction) -> str:
     if option.spec.required or option.spec.must_be_given:
         return "" if option.spec.is_bare_switch else " (required)"
     text = default_text(option)

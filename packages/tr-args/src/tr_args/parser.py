@@ -14,7 +14,7 @@ from typing import Any
 from tr_args.checked import Checked, Given, build, generated_init, resolve
 from tr_args.errors import MOST_GUESSED, NOTHING, ArgumentsError, Problem, cut
 from tr_args.files import Sources, read_mapping, read_words
-from tr_args.flags import FieldActions, FlagTable, Scanner
+from tr_args.flags import CommandLine, FlagTable
 from tr_args.help_page import add_sections
 from tr_args.schema import schema
 
@@ -64,8 +64,8 @@ class ArgumentParser(argparse.ArgumentParser):
         self.origins: dict[str, str] = {}
         kwargs.setdefault("formatter_class", _formatter)
         super().__init__(**{**kwargs, "allow_abbrev": False})
-        self._fields = FieldActions(self._table)
-        self._actions += self._fields.actions
+        self._field_actions = self._table.actions()
+        self._actions += self._field_actions
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an argument by hand, as `argparse` does.
@@ -105,7 +105,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         try:
             files = self._args_files(args, look_for_args_file, args_filename)
-            objects, extra, rest = self._parse(args, files, args_file_flag, refuse_rest=not return_remaining_strings)
+            sources, extra, rest = self._read(args, files, args_file_flag, refuse_rest=not return_remaining_strings)
+            objects = self._build(sources)
         except ArgumentsError as error:
             if args is not None:
                 raise
@@ -196,17 +197,6 @@ class ArgumentParser(argparse.ArgumentParser):
         sources.add(values, origin, allow_extra=allow_extra)
         return tuple(self._build(sources))
 
-    def _parse(
-        self,
-        args: Sequence[str] | None,
-        args_files: list[Path],
-        args_file_flag: str | None,
-        *,
-        refuse_rest: bool,
-    ) -> tuple[list[Any], argparse.Namespace, list[str]]:
-        sources, extra, rest = self._read(args, args_files, args_file_flag, refuse_rest=refuse_rest)
-        return self._build(sources), extra, rest
-
     def _read(
         self,
         args: Sequence[str] | None,
@@ -220,26 +210,26 @@ class ArgumentParser(argparse.ArgumentParser):
             named, words = _take_named_files(words, args_file_flag)
             args_files = [*args_files, *named]
         lines = [(read_words(path), f"file {path}") for path in args_files] + [(words, COMMAND_LINE)]
-        scans = [(self._scan(line, origin), origin) for line, origin in lines]
-        extra, rest = self._parse_by_hand([word for scan, _ in scans for word in scan.rest])
+        settings: dict[str, Any] = {"config_flag": self._config_flag, "foreign": self._option_string_actions.keys()}
+        given = [CommandLine(line, self._table, origin=origin, **settings) for line, origin in lines]
+        extra, rest = self._parse_by_hand([word for line in given for word in line.rest])
         sources = Sources(self._table)
-        sources.add(self._fields.changed(), "set_defaults")
-        for scan, _ in scans:
-            for path in scan.config_files:
-                try:
-                    sources.add(read_mapping(path), f"file {path}")
-                except ArgumentsError as error:
-                    sources.problems += error.problems
+        sources.add(self._table.changed_defaults(), "set_defaults")
+        for path in (path for line in given for path in line.config_files):
+            try:
+                sources.add(read_mapping(path), f"file {path}")
+            except ArgumentsError as error:
+                sources.problems += error.problems
         if self._env_prefix is not None:
             sources.add_environment(self._env_prefix)
-        for scan, origin in scans:
-            sources.add(scan.values, origin)
-            sources.problems += scan.problems
+        for line in given:
+            sources.add(line.values, line.origin)
+            sources.problems += line.problems
         sources.problems += self._not_given(sources)
         if refuse_rest:
-            sources.problems += self._refused(rest, {word: origin for scan, origin in scans for word in scan.rest})
+            sources.problems += self._refused(rest, {word: line.origin for line in given for word in line.rest})
         layers = sources.given.values()
-        self.origins = {name: item.origin for given in layers for name, item in given.items()}
+        self.origins = {name: item.origin for layer in layers for name, item in layer.items()}
         return sources, extra, rest
 
     def _not_given(self, sources: Sources) -> Iterator[Problem]:
@@ -248,10 +238,6 @@ class ArgumentParser(argparse.ArgumentParser):
             for name, spec in schema(cls).items():
                 if spec.must_be_given and not spec.required and name not in given:
                     yield Problem(name, NOTHING, f"{name} is missing; its metadata says required=True")
-
-    def _scan(self, words: list[str], origin: str) -> Any:
-        foreign = self._option_string_actions.keys()
-        return Scanner(self._table, config_flag=self._config_flag, foreign=foreign, origin=origin).scan(words)
 
     def _parse_by_hand(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Parse arguments that were added by hand, and `--help`."""
@@ -268,7 +254,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def _by_hand(self) -> Iterator[None]:
         """Let argparse see only the arguments added by hand, and their defaults."""
         every, defaults = self._actions, self._defaults
-        fields = set(map(id, self._fields.actions))
+        fields = set(map(id, self._field_actions))
         self._actions = [action for action in every if id(action) not in fields]
         self._defaults = {name: value for name, value in defaults.items() if self._table.named(name) is None}
         try:
