@@ -53,7 +53,7 @@ def numbers_used_again(root: Path, quick: bool) -> Count:
     """Count runs beside temporary folders of every kind, whose makers' numbers others have by now, or nobody."""
     count = Count("conditions: process numbers")
     course = Attacked(STAGES["trainer, resumed"], root / "trainer")
-    kinds = ("writing", "records", "replaced", "removed", "emptied", "pushing", "fetched")
+    kinds = ("writing", "records", "replaced", "removed", "pushing", "fetched")
     for kind in kinds[:: 3 if quick else 1]:
         for whose, process in _processes():
             for target in ("checkpoint-6", "checkpoint-8"):
@@ -87,11 +87,7 @@ def _beside(
 
     def prepare(_: Path) -> None:
         place = run / f".tmp-{kind}-{target}@{process()}@1234abcd"
-        if kind == "emptied":
-            place.mkdir()
-            shutil.copy(run / "checkpoint-6" / "manifest.json", place)
-        else:
-            shutil.copytree(run / "checkpoint-6", place)
+        shutil.copytree(run / "checkpoint-6", place)
         if not whole:
             (place / "manifest.json").unlink()
 

@@ -43,7 +43,6 @@ def short_waits(monkeypatch):
         "STALE_S": 0.6,
         "ENDING_S": 0.4,
         "_TRY_AGAIN_S": 0.001,
-        "ORPHAN_S": 0.8,
         "_POLL_S": 0.02,
         "_READ_DELAY_S": 0.01,
     }.items():
@@ -147,19 +146,6 @@ def test_a_run_that_ends_soon_is_waited_for(tmp_path, monkeypatch):
     with held_elsewhere(tmp_path) as other:
         threading.Timer(0.3, other.kill).start()
         Checkpointer(tmp_path).save(1, parts(1))
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-def test_a_process_whose_launcher_is_gone_is_waited_for_longer(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(folder_lock, "ORPHAN_S", 60.0)
-    with held_elsewhere(tmp_path) as other:
-        owner = lock_file.read(tmp_path / NAME)
-        assert not names.is_orphan(owner.process)
-        owner = replace(owner, process=replace(owner.process, parent=owner.process.parent + 1))
-        (tmp_path / NAME).write_bytes(owner.content())
-        threading.Timer(1.0, other.kill).start()
-        Checkpointer(tmp_path).save(1, parts(1))
-    assert "waiting up to 60 s to see whether it ends" in caplog.text
 
 
 def test_what_a_dead_process_locked_is_taken_over_at_once(tmp_path, caplog, monkeypatch):

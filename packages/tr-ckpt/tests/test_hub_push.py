@@ -1,12 +1,13 @@
 """Pushes on demand."""
 
+import errno
 import os
 import shlex
 
 import pytest
 from ckpt_hub import Run
 
-from tr_ckpt import CheckpointError, PushError, manifest
+from tr_ckpt import CheckpointError, PushError, files, manifest
 from tr_ckpt.hub import hub_callback, snapshot
 
 # The client's own way of sending a file.
@@ -160,3 +161,25 @@ def test_the_command_that_pushes_later_leaves_private_names_out_too(hub, tmp_pat
     ]
     kept = ["README.md", "a/model.safetensors"]
     assert list(utils.filter_repo_objects([*kept, *names], ignore_patterns=excluded)) == kept
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP])
+def test_files_that_cannot_be_linked_are_copied(tmp_path, monkeypatch, code):
+    def link(source, target):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files, "link", link)
+    (tmp_path / "one").write_text("content")
+    snapshot.link_files(tmp_path, tmp_path / "copy", ["one"])
+    assert (tmp_path / "copy" / "one").read_text() == "content"
+
+
+def test_a_file_that_somebody_else_puts_there_meanwhile_is_not_written_over(tmp_path, monkeypatch):
+    def link(source, target):
+        target.write_text("theirs")
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(files, "link", link)
+    (tmp_path / "one").write_text("content")
+    snapshot.link_files(tmp_path, tmp_path / "copy", ["one"])
+    assert (tmp_path / "copy" / "one").read_text() == "theirs"

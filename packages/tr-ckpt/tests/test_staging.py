@@ -1,5 +1,6 @@
 """Temporary folders: whose they are, and when they go."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from ckpt_faults import Faults, Killed
-from ckpt_parts import listed, number_of, parts
+from ckpt_parts import listed, number_of, parts, restored
 
 from tr_ckpt import Checkpointer, files, folder_lock, names
+from tr_ckpt.command import main
 
 
 def leave(directory, kind, *, host=None, pid=None, target="checkpoint-1"):
@@ -260,3 +262,61 @@ def test_a_file_that_exists_is_never_written_into(tmp_path):
     with pytest.raises(FileExistsError):
         files.write_file(tmp_path / "file", [b"new"])
     assert (tmp_path / "file").read_bytes() == b"old"
+
+
+@pytest.fixture
+def lower(monkeypatch):
+    """Make the folders that are there by now ones that cannot be renamed, as those of a lower layer of overlayfs."""
+    really, held = os.rename, set()
+
+    def rename(source, target):
+        if os.fspath(source) in held:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
+        really(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    return lambda directory: held.update(str(path) for path in directory.rglob("*") if path.is_dir())
+
+
+def test_a_checkpoint_that_cannot_be_moved_is_not_replaced_and_the_error_says_why(tmp_path, lower):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, parts(1))
+    lower(tmp_path)
+    with pytest.raises(OSError, match="checkpoint-1 was not saved.*lower layer of a container's file system"):
+        checkpointer.save(1, parts(2))
+    assert listed(tmp_path) == ["checkpoint-1"]
+    assert restored(tmp_path) == (1, 1)
+
+
+def test_a_checkpoint_that_cannot_be_moved_is_not_removed_and_each_save_says_why(tmp_path, lower, caplog):
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+    checkpointer.save(1, parts(1))
+    lower(tmp_path)
+    for step in (2, 3):
+        caplog.clear()
+        checkpointer.save(step, parts(step))
+        assert "checkpoint-1 could not be removed" in caplog.text
+        assert "lower layer of a container's file system" in caplog.text
+    assert listed(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    assert restored(tmp_path) == (3, 3)
+
+
+def test_a_folder_of_another_program_that_cannot_be_moved_stays_as_it_is(tmp_path, lower):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
+    lower(tmp_path)
+    with pytest.raises(OSError, match="checkpoint-1 was not saved.*lower layer of a container's file system"):
+        Checkpointer(tmp_path).save(1, parts(1))
+    assert (tmp_path / "checkpoint-1" / "notes.txt").read_text() == "mine"
+    assert listed(tmp_path) == ["checkpoint-1"]
+
+
+def test_an_exported_model_that_cannot_be_moved_is_not_replaced_in_words(tmp_path, lower, capsys):
+    Checkpointer(tmp_path / "run").save(
+        1, parts(1), write_extra=lambda folder: (folder / "config.json").write_text("{}")
+    )
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    lower(tmp_path)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model"), "--overwrite"]) == 2
+    assert f"{tmp_path / 'model'}: it cannot be moved, as it belongs to a lower layer" in capsys.readouterr().err
+    assert listed(tmp_path) == ["model", "run"]

@@ -191,8 +191,21 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder on the same file system, atomically."""
-    os.rename(source, target)
+    """Rename a file or folder on the same file system, atomically.
+
+    Raises:
+        OSError: it failed; of a folder that overlayfs cannot move (EXDEV), the text says so.
+    """
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        text = (
+            "it cannot be moved, as it belongs to a lower layer of a container's file system, or to another file "
+            "system; give a folder of this container, or a volume"
+        )
+        raise OSError(error.errno, text, str(source), None, str(target)) from error
 
 
 def link(source: Path, target: Path) -> None:

@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 # How often an owner updates the lock, and how long another machine waits for an update. A stall of a shared file
 # system that is shorter than the difference costs no lock.
 BEAT_S, STALE_S = 15.0, names.STILL_S
-# How long a living process of this machine gets to end; and how long if its parent is gone, as after a killed
-# launcher. It saves first then, for which it has 300 seconds unless its launcher gave another time.
-ENDING_S, ORPHAN_S = 30.0, 330.0
+# How long a living process of this machine gets to end, as after a killed launcher: its ranks save first.
+ENDING_S = 30.0
 
 _POLL_S = 0.5
 # A try to make the lock fails when another process is faster, and then its lock is found. A file system that loses what
@@ -255,8 +254,6 @@ def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
     if process is not None and (names.is_gone(process) or (is_visible and process.pid == os.getpid())):
         return True  # our own process number: we wrote that lock before an `exec`
     within_s = patience_s if is_visible else STALE_S
-    if process is not None and is_visible and patience_s and names.is_orphan(process):
-        within_s = ORPHAN_S
     if within_s:
         text = "%s is in use by %s: waiting up to %.0f s to see whether it %s"
         logger.warning(text, path.parent, owner, within_s, "ends" if is_visible else "is alive")

@@ -162,9 +162,7 @@ def _parsed(line: bytes) -> Owner:
     )
     if not key.isalnum():
         raise ValueError("no key")
-    process = Process(
-        host, _number(held["pid"]), numbering, _number(held["started"]), boot, machine, _number(held["parent"])
-    )
+    process = Process(host, _number(held["pid"]), numbering, _number(held["started"]), boot, machine)
     return Owner(key, process, since)
 
 

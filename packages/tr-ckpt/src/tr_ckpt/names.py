@@ -124,7 +124,6 @@ class Process:
         started: when it was started, in clock ticks since the boot: another process may get its number later.
         boot: identifies the boot of the machine; only for people.
         machine: identifies the machine independently of its name; only for people.
-        parent: the process that started it.
     """
 
     host: str
@@ -133,14 +132,13 @@ class Process:
     started: int = 0
     boot: str = ""
     machine: str = ""
-    parent: int = 0
 
 
 def this_process() -> Process:
     """Return this process, so that others can check `is_gone`."""
     pid = os.getpid()
     started = _state(pid)[1]
-    return Process(host_name(), pid, numbering(), started, _digest(_boot()), _digest(_machine()), os.getppid())
+    return Process(host_name(), pid, numbering(), started, _digest(_boot()), _digest(_machine()))
 
 
 def is_visible(process: Process) -> bool:
@@ -155,12 +153,6 @@ def is_gone(process: Process) -> bool:
     made from one image, and containers of one name, share both.
     """
     return is_visible(process) and not is_alive(process.pid, process.started)
-
-
-def is_orphan(process: Process) -> bool:
-    """Whether the parent of a process of this machine or container is gone, as far as the system shows."""
-    parent = _state(process.pid)[2]
-    return is_visible(process) and 0 not in (parent, process.parent) and parent != process.parent
 
 
 def is_alive(pid: int, started: int = 0) -> bool:
@@ -178,7 +170,7 @@ def is_alive(pid: int, started: int = 0) -> bool:
         return False
     except (PermissionError, OverflowError):
         pass
-    state, began, _ = _state(pid)
+    state, began = _state(pid)
     return state not in ("Z", "X") and (not started or not began or started == began)
 
 
@@ -196,13 +188,13 @@ def host_name() -> str:
     return socket.gethostname().replace("@", "_").replace("/", "_")
 
 
-def _state(pid: int) -> tuple[str, int, int]:
-    """Return a process's state letter, start time and parent, as far as the system shows them."""
+def _state(pid: int) -> tuple[str, int]:
+    """Return a process's state letter and start time, as far as the system shows them."""
     try:
         fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()  # the name may hold any character
-        return fields[0].decode("ascii"), int(fields[19]), int(fields[1])
+        return fields[0].decode("ascii"), int(fields[19])
     except (OSError, ValueError, IndexError):
-        return "", 0, 0
+        return "", 0
 
 
 def _boot() -> str:
@@ -234,7 +226,7 @@ STILL_S = 75.0
 _SIGNS: dict[str, tuple[object, float]] = {}
 
 _TEMPORARY = re.compile(
-    r"\.tmp-(?P<kind>writing|records|replaced|removed|emptied|pushing|fetched|lock)-(?P<target>.+)"
+    r"\.tmp-(?P<kind>writing|records|replaced|removed|pushing|fetched|lock)-(?P<target>.+)"
     r"@(?P<host>[^@]*)@(?P<pid>\d+)(?:\.(?P<numbering>[0-9a-f]+))?@[0-9a-f]+"
 )
 
@@ -246,9 +238,8 @@ class Temporary:
     Attributes:
         path: its location.
         kind: the operation: `writing` a new checkpoint, with the `records` of what each rank wrote beside it,
-            an old one `replaced` by a new one of its step, one being `removed`, the manifest of one being
-            `emptied` in place, a copy for `pushing`, one `fetched` from the Hub, or a file
-            that will become the folder's `lock`.
+            an old one `replaced` by a new one of its step, one being `removed`, a copy for `pushing`, one `fetched`
+            from the Hub, or a file that will become the folder's `lock`.
         target: the name that it belongs to, such as `checkpoint-30`.
         host: the machine that made it.
         pid: the process that made it.

@@ -7,7 +7,6 @@ cannot be read now.
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -135,12 +134,9 @@ def remove(found: Found) -> None:
         files.rename(found.path, dropped)
         # Otherwise a power cut could remove files but keep the name.
         files.sync_folder(found.path.parent)
-    except OSError as error:
+    except OSError:
         names.release(dropped)
-        if error.errno != errno.EXDEV:
-            raise
-        staging.remove_in_place(found.path)
-        return
+        raise
     staging.discard(dropped)
 
 

@@ -3,104 +3,20 @@
 A new checkpoint is written to a temporary folder beside its final path. `Staging.commit` makes it durable and renames
 it. An older checkpoint of the same step is renamed aside first. Between the two renames the older one counts:
 `discovery.py` finds it under its temporary name, and `clear_abandoned` restores its name.
-
-overlayfs, the file system of containers, refuses (EXDEV) to rename a folder of a lower layer, such as a checkpoint in
-the image. Its files can be renamed and removed. There the new checkpoint waits under a temporary name until
-the older one is removed in place. `remove_in_place` first moves the older one's manifest, atomically, to a folder
-beside it. From then on the rest no longer looks like a checkpoint. Any process that finds that folder completes the
-removal with `complete_removal`.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tr_ckpt import discovery, files, manifest, names, reads
-from tr_ckpt.errors import CheckpointError, UnreadableError
+from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord, Unsynced
 from tr_log.formatting import printable
 
 logger = logging.getLogger(__name__)
-
-# Without it, and with no manifest, the rest would look like the checkpoint of another program.
-_TRAINER_STATE = "trainer_state.json"
-
-
-def remove_in_place(checkpoint: Path) -> None:
-    """Remove a checkpoint without renaming it; at no instant does a partly removed one look complete.
-
-    Raises:
-        OSError: its manifest could not be moved, and it is unchanged; or the rest could not be removed, and is no
-            longer a checkpoint: the next save tries again.
-    """
-    beside = names.temporary(checkpoint.parent, "emptied", checkpoint.name)
-    try:
-        files.make_folder(beside)
-        files.sync_folder(checkpoint.parent)
-        try:
-            files.rename(checkpoint / names.MANIFEST, beside / names.MANIFEST)
-        except OSError:
-            files.remove_folder(beside)
-            raise
-        files.sync_folder(beside)
-        files.sync_folder(checkpoint)
-        _remove_rest(checkpoint)
-        files.remove_tree(beside)
-    finally:
-        names.release(beside)
-
-
-def complete_removal(beside: Path, name: str) -> None:
-    """Complete the removal of the checkpoint `name` that a dead process had begun.
-
-    Args:
-        beside: the folder that its manifest was moved to.
-        name: the name of the checkpoint's folder.
-
-    Raises:
-        OSError: it could not be removed; the next save tries again.
-        UnreadableError: the folder cannot be read; the next save tries again.
-    """
-    rest = beside.parent / name
-    is_emptied = reads.is_folder(rest) and not reads.is_there(rest / names.MANIFEST, follow=False)
-    if is_emptied and reads.is_there(beside / names.MANIFEST, follow=False):
-        if _is_rest(rest, beside):
-            logger.info("removing the rest of %s: a run ended while it was removing it", name)
-            _remove_rest(rest)
-        else:
-            logger.warning("%s stays: it is the rest of a removed checkpoint, and holds other files too", rest)
-    files.remove_tree(beside)
-
-
-def _remove_rest(folder: Path) -> None:
-    if reads.is_there(folder / _TRAINER_STATE, follow=False):
-        files.remove_file(folder / _TRAINER_STATE)
-        files.sync_folder(folder)
-    files.remove_tree(folder)
-    files.sync_folder(folder.parent)
-
-
-def _is_rest(folder: Path, beside: Path) -> bool:
-    try:
-        known = manifest.read(beside).files
-    except UnreadableError:
-        raise
-    except CheckpointError:
-        return False
-    return all(path.relative_to(folder).as_posix() in known for path in _files_below(folder))
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for name in reads.names_in(folder):
-        path = folder / name
-        if stat.S_ISDIR(reads.status(path, follow=False).st_mode):
-            yield from _files_below(path)
-        else:
-            yield path
 
 
 class Staging:
@@ -162,13 +78,7 @@ class Staging:
         """
         (unsynced or Unsynced()).sync(self.folder)
         look()
-        try:
-            aside = self._step_aside() if reads.is_there(self.final, follow=False) else None
-        except OSError as error:
-            if error.errno != errno.EXDEV or not reads.is_there(self.final / names.MANIFEST):
-                raise
-            self._replace_in_place(look)
-            return self.final
+        aside = self._step_aside() if reads.is_there(self.final, follow=False) else None
         try:
             self._take_place(aside)
         finally:
@@ -188,25 +98,6 @@ class Staging:
                 files.rename(aside, self.final)
             raise
         files.sync_folder(self.directory)
-
-    def _replace_in_place(self, look: Callable[[], None]) -> None:
-        waiting = names.temporary(self.directory, "replaced", self.final.name)
-        try:
-            files.rename(self.folder, waiting)
-            files.sync_folder(self.directory)
-            discovery.verify(waiting, manifest.read(waiting))
-            look()
-            # At one instant inside this call the new checkpoint starts to count.
-            remove_in_place(self.final)
-            files.rename(waiting, self.final)
-            files.sync_folder(self.directory)
-        except OSError:
-            if waiting.exists() and (self.final / names.MANIFEST).exists():
-                discard(waiting)
-            raise
-        finally:
-            names.release(self.folder)
-            names.release(waiting)
 
     def discard(self) -> None:
         """Remove the temporary folder, if it exists; after a failure the next save removes it."""
@@ -263,9 +154,6 @@ def clear_abandoned(directory: Path, listed: Iterable[str] | None = None) -> Non
     for left in names.temporaries(directory, listed):
         if not left.is_abandoned():
             continue
-        if left.kind == "emptied":  # sorted before the checkpoints that wait for its path
-            _finish_removal(left)
-            continue
         final = directory / left.target
         if left.kind == "replaced" and not reads.is_there(final / names.MANIFEST):
             _put_back(left, final)
@@ -315,17 +203,5 @@ def _is_sound(replacing: Path) -> bool:
 def _put_back(left: names.Temporary, final: Path) -> None:
     if reads.is_there(final, follow=False):  # another program's folder; the checkpoint keeps its temporary name
         return
-    try:
-        files.rename(left.path, final)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        return  # in a lower layer of overlayfs: it counts under its present name
+    files.rename(left.path, final)
     logger.warning("restored %s: a run ended while it was replacing it", printable(left.target))
-
-
-def _finish_removal(left: names.Temporary) -> None:
-    try:
-        complete_removal(left.path, left.target)
-    except (OSError, UnreadableError) as error:
-        logger.warning("the rest of %s could not be removed (%s); the next save tries again", left.target, error)

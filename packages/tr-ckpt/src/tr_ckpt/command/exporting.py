@@ -7,7 +7,6 @@ format.
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 from pathlib import Path
@@ -84,7 +83,7 @@ def _replace(target: Path, fresh: Path) -> None:
     aside = names.temporary(target.parent, "removed", target.name)
     try:
         if target.exists():
-            _move(target, aside)
+            files.rename(target, aside)
         try:
             files.rename(fresh, target)
         except OSError:
@@ -98,18 +97,6 @@ def _replace(target: Path, fresh: Path) -> None:
         names.release(aside)
     for left in staging.cut_short(target.parent, "removed", target.name):
         staging.discard(left)
-
-
-def _move(target: Path, aside: Path) -> None:
-    try:
-        files.rename(target, aside)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        raise CheckpointError(
-            f"{target} is not replaced: it belongs to a lower layer of a container's file system and cannot be moved; "
-            "give another folder, or remove it first"
-        ) from error
 
 
 def run_import(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ is requested. Each file is requested by its exact name. The downloaded files are
 
 from __future__ import annotations
 
-import errno
 import glob
 import itertools
 import logging
@@ -259,12 +258,7 @@ def _folder_for(commit: Commit, directory: Path) -> Path:
     into = names.temporary(directory, "fetched", commit.sha)
     for left in names.temporaries(directory):
         if left.kind == "fetched" and left.target == commit.sha and left.is_abandoned():
-            try:
-                files.rename(left.path, into)
-            except OSError as error:
-                if error.errno != errno.EXDEV:
-                    raise
-                break  # in a lower layer of overlayfs; the next save removes it
+            files.rename(left.path, into)
             return into
     files.make_folder(into)
     return into
