@@ -95,11 +95,10 @@ def test_clipping_with_whole_gradients_exchanged_is_that_of_one_process():
     assert (results[0][0] - weights(alone)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("refresh_from", ["first", "all_but_first"])
-def test_bases_from_the_first_micro_batch_leave_ranks_with_the_same_bits(refresh_from):
+def test_bases_from_the_first_micro_batch_leave_ranks_with_the_same_bits():
     alone = net()
     train(alone, build(alone, {}), 0, 1, 1)
-    results = run_ranks(train_on_rank, 2, {"refresh_from": refresh_from}, 2, None)
+    results = run_ranks(train_on_rank, 2, {"refresh_from": "first"}, 2, None)
     assert torch.equal(results[0][0], results[1][0])
     assert 1e-6 < (results[0][0] - weights(alone)).abs().max() < 0.1  # another run than one big batch, and no wild one
 
@@ -114,7 +113,7 @@ def wide_on_rank(clips):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Tanh(), nn.Linear(256, 128, bias=False))
         made = [{"params": list(model.parameters()), "rank": 32, "update_proj_gap": 100}]
-        optimizer = GaLoreAdamW(made, 1e-3, mode="deferred", stagger=False, sketch_rows=8)
+        optimizer = GaLoreAdamW(made, 1e-3, mode="deferred", stagger=False)
         collectives = Counted(strategy)
         optimizer.bind(collectives)
         carried = []
@@ -129,7 +128,7 @@ def wide_on_rank(clips):
         return carried
 
 
-@pytest.mark.parametrize(("clips", "besides"), [(False, 0), (True, 8 * 8)])
+@pytest.mark.parametrize(("clips", "besides"), [(False, 0), (True, 64 * 64)])
 def test_a_rank_of_a_quarter_exchanges_a_quarter_and_for_the_norm_one_sketch_of_the_model(clips, besides):
     for carried in run_ranks(wide_on_rank, 2, clips):
         assert carried[1:] == [0.25 + besides / (2 * 128 * 256)] * 3

@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from tr_optim.engine.gradient_window import Sketch
-from tr_optim.engine.settings import Projection
+from tr_optim.engine.gradient_window import SKETCH_ROWS, Sketch
 from tr_optim.projection.basis import find_basis
 
 WIDTH, HEADS, LENGTH, RANK, GAP = 64, 4, 48, 8, 25
 SEEDS, STEPS = range(40), (5, 10, 24, 40, 60)
-ROWS = Projection().sketch_rows
+ROWS = SKETCH_ROWS
 
 
 class Block(nn.Module):

@@ -378,20 +378,10 @@ def test_which_whole_gradients_are_kept_between_micro_batches_is_as_said():
     later = whole_gradients_kept("all")[1:]
     assert sum(later) == 3  # then they take turns
     assert max(later) == 1
-    assert whole_gradients_kept("all_but_first") == [0, *later]
 
 
-def test_only_the_first_basis_is_of_the_first_micro_batch_where_that_is_asked_for():
-    model, other = net(), net()
-    optimizer = GaLoreAdamW(groups(model), 1e-2, mode="deferred", refresh_from="all_but_first")
-    expected = GaLoreAdamW(groups(other), 1e-2, mode="deferred")
-    train(optimizer, model, last=1)  # one micro-batch is all
-    train(expected, other, last=1)
-    train(optimizer, model, first=1, micro_batches=4)
-    assert distance(weights(model), train(expected, other, first=1)) < ALIKE
-    from_the_first = run("deferred", micro_batches=4, refresh_from="all_but_first")
-    assert 1e-4 < distance(from_the_first, run()) < 0.1
-    assert distance(from_the_first, run("deferred", micro_batches=4, refresh_from="first")) > 1e-4
+def test_bases_of_the_first_micro_batch_are_near_those_of_all():
+    assert 1e-4 < distance(run("deferred", micro_batches=4, refresh_from="first"), run()) < 0.1
 
 
 class EqualRanks:

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.engine.bases import Bases
 from tr_optim.engine.checks import all_or_nothing, check_gradient, check_real, check_shapes, checked_state_dict
 from tr_optim.engine.memory_estimate import optimizer_bytes
-from tr_optim.engine.precision import Rounding, computing_dtype
-from tr_optim.engine.settings import Place, Projection
+from tr_optim.engine.precision import computing_dtype
 from tr_optim.engine.shards import in_layout, load_states, local_part, sharded_parameters, shards_of
-from tr_optim.engine.updates import BackProjection, UpdateApplier, run_closure
+from tr_optim.engine.updates import run_closure, update_in_pieces
 from tr_optim.moments.adam import (
     Adam8bitRule,
     adam_options,
     check_least_size,
     convert_loaded_state,
-    is_quantized,
     is_to_be_quantized,
 )
 from tr_optim.options import adam_arguments, read_options, whole_number
@@ -106,18 +103,22 @@ class AdamW8bit(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Returns the result of `closure`, if one is given."""
-        result = run_closure(closure)
-        apply = UpdateApplier(Adam8bitRule(), Bases(Projection()), BackProjection(), Rounding(None), rotates=False)
-        placed = ((group, parameter) for group in self.param_groups for parameter in group["params"])
-        for index, (group, parameter) in enumerate(placed):
-            if parameter.grad is None:
-                continue
-            check_gradient(parameter, parameter.grad)
-            state, gradient = self.state[parameter], local_part(parameter.grad)
-            shards = shards_of(parameter)
-            if not (is_quantized(state) if state else is_to_be_quantized(gradient, group, shards)):
-                gradient = gradient.to(computing_dtype(parameter))  # where a new state's dtype comes from
-            apply(parameter, state, Place({"projects": False, **group}, index, 0, 0), gradient)
+        result, rule = run_closure(closure), Adam8bitRule()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                check_gradient(parameter, parameter.grad)
+                state, gradient = self.state[parameter], local_part(parameter.grad)
+                if parameter.numel() == 0:
+                    continue  # its state stays empty
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float64)  # on the CPU, where reading it costs nothing
+                    shards, dtype = shards_of(parameter), computing_dtype(parameter)
+                    has_codes = is_to_be_quantized(gradient, group, shards)
+                    rule.start(state, gradient if has_codes else gradient.to(dtype), group, shards)
+                state["step"] += 1
+                update_in_pieces(rule, local_part(parameter), state, group, gradient)
         return result
 
     expected_bytes = optimizer_bytes

@@ -77,11 +77,7 @@ class GaLoreAdamW(ProjectedOptimizer):
             norm if one is requested. `whole` gradients, with `deferred` and `immediate`.
         refresh_from: the micro-batches that a new basis is found from. `all`: their sum, so that they equal one big
             batch; the whole gradients of matrices that get a basis are kept until the last one, in the first step those
-            of all matrices. `first`: the first one, which keeps no whole gradient. `all_but_first`: the first
-            micro-batch for the first basis of each matrix, and the sum afterwards. Then they equal one big batch,
-            except for the subspaces of the first `update_proj_gap` steps.
-        sketch_rows: rows and columns of the random mixtures of gradients that estimate the norm. When the norm is
-            requested, ranks exchange their squared number for the whole model.
+            of all matrices. `first`: the first one, which keeps no whole gradient.
         exchange_dtype: what ranks of replicas exchange in `backward`: `float32`, or `bfloat16` in half the bytes, as
             DDP's `bf16_compress_hook`. Ranks stay equal bit for bit; sums have a relative error of up to 2^-8.
         refresh: `fixed` finds a matrix's basis every `update_proj_gap` steps; `lazy` doubles that gap with each refresh

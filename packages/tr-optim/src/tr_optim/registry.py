@@ -34,7 +34,7 @@ from tr_optim.options import (
 from tr_optim.targets import Targets, find_targets
 
 # Options of the layer-wise forms alone.
-_IN_BACKWARD = ("mode", "reduction", "refresh_from", "sketch_rows", "exchange_dtype")
+_IN_BACKWARD = ("mode", "reduction", "refresh_from", "exchange_dtype")
 _GALORE = converters(GaLoreOptions)
 _APOLLO_AND_FIRA = converters(ProjectionOptions, without=("mode",)) | {"scale": number, "norm_growth": optional_number}
 

@@ -11,11 +11,12 @@ import torch
 from torch.optim import Optimizer
 
 from tr_optim.adapters import require_parts
-from tr_optim.engine.checks import all_or_nothing, check_gradient, check_group, check_saved_state
-from tr_optim.engine.shards import is_distributed
+from tr_optim.engine.checks import all_or_nothing, check_gradient, check_group, check_saved_state, checked_state_dict
+from tr_optim.engine.shards import as_copies, is_distributed, load_states
 from tr_optim.engine.updates import run_closure
 from tr_optim.moments.adafactor import check_ranges, check_step_size
 from tr_optim.projection.basis import sides
+from tr_optim.projection.layout import is_divided
 
 _MODULES = require_parts("galore_torch", ("adamw", "adafactor", "galore_projector"), "galore-torch")
 _ADAMW, _ADAFACTOR, _PROJECTOR = (vars(module) for module in _MODULES)
@@ -72,26 +73,14 @@ class _Projecting(Optimizer):
         `torch.serialization.safe_globals([galore_torch.galore_projector.GaLoreProjector])`.
 
         Raises:
-            ValueError: its shapes or its kind of projection are different.
+            ValueError: its shapes or its kind of projection are different; nothing is changed then.
         """
-        before = [dict(group) for group in self.param_groups]
-        saved_ids = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        parameters = dict(zip(saved_ids, (parameter for parameter, _ in self._each()), strict=False))
-        states = {
-            number: _as_tensors(saved, parameters[number].shape) if number in parameters else saved
-            for number, saved in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": states})
-        for group, options in zip(self.param_groups, before, strict=True):
-            group.update({name: value for name, value in options.items() if name not in group})
-        for saved_id, (parameter, group) in zip(saved_ids, self._each(), strict=True):
-            if saved_id in states:
-                check_saved_state(states[saved_id], parameter, group)
-                # torch rounds a state to its parameter's dtype: Adafactor's of bfloat16 weights is float32.
-                self.state[parameter] = {
-                    name: value.to("cpu" if name == "step" else parameter.device, copy=True)
-                    for name, value in states[saved_id].items()
-                }
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        shapes = {number: parameter.shape for number, (parameter, _) in zip(saved_ids, self._each(), strict=False)}
+        found = {n: _as_tensors(s, shapes[n]) if n in shapes else s for n, s in state_dict["state"].items()}
+        complete, states = checked_state_dict({**state_dict, "state": found}, self.param_groups, check_saved_state)
+        super().load_state_dict(complete)
+        load_states(self, states, as_copies, is_divided)
 
     def _each(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         return ((parameter, group) for group in self.param_groups for parameter in group["params"])

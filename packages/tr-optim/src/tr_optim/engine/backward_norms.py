@@ -116,11 +116,8 @@ class BackwardNorms:
         for parameter in parameters:  # parts of gradients, and what has no place
             if id(parameter) in self._of:
                 parts[id(parameter) in sharded].append(self._of[id(parameter)])
-        device = local_part(parameters[0]).device if parameters else None
-        whole = torch.linalg.vector_norm(
-            torch.stack([norm.to(device) for norm in parts[0]] or [torch.zeros((), device=device)])
-        )
-        shards = only_shards(sharded)
+        device = local_part(parameters[0]).device if parameters else torch.get_default_device()
+        whole, shards = total_norm(parts[0], device), only_shards(sharded)
         return whole if shards is None else torch.hypot(whole, norm_of_parts(parts[1], shards, device))
 
 

@@ -50,10 +50,6 @@ class Bases:
         kept = read_encoded(state, parameter, dtype)
         return None if kept is None else kept.decoded()
 
-    def has_basis(self, state: State) -> bool:
-        """Whether a parameter has a basis in its state."""
-        return "basis_left" in state or "basis_right" in state
-
     def is_due(self, parameter: torch.Tensor, state: State, place: Place) -> bool:
         """Whether a projected parameter needs a basis in this step: it has none, another rank, or its turn has come.
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from tr_optim.engine import fused_checks as words
 from tr_optim.engine.backward_norms import logical_or
-from tr_optim.engine.fused_checks import check_settings
+from tr_optim.engine.fused_checks import check_settings, no_accumulation, refuse_unknown_ranks
 from tr_optim.engine.fused_passes import FusedPasses, Tensors
 from tr_optim.engine.shards import local_part
 
@@ -126,7 +124,11 @@ class FusedOptimizer(FusedPasses):
         if self._norm is None:
             raise RuntimeError(f"there is no gradient norm: call backward(loss) of {type(self).__name__} first")
         if max_norm is not None and max_norm != self._max_norm:
-            raise ValueError(words.clipped_too_late(type(self).__name__, max_norm, self._max_norm))
+            built = "without clipping" if self._max_norm is None else f"with clip_grad_norm={self._max_norm:g}"
+            raise ValueError(
+                f"clip_grad_norm({max_norm:g}) comes too late: {type(self).__name__} applied the gradients during the "
+                f"backward pass, {built}; build it with clip_grad_norm={max_norm:g}"
+            )
         return self._norm.clone()
 
     @torch.no_grad()
@@ -138,9 +140,15 @@ class FusedOptimizer(FusedPasses):
             ValueError: a closure is given.
         """
         if closure is not None:
-            raise ValueError(words.no_closure(type(self).__name__))
+            raise ValueError(
+                f"{type(self).__name__} takes no closure: it updates during the backward pass; call "
+                "optimizer.backward(loss), then optimizer.step()"
+            )
         if not self._is_applied:
-            raise RuntimeError(words.nothing_to_apply(type(self).__name__))
+            raise RuntimeError(
+                f"step() has nothing to apply: {type(self).__name__} updates during its own backward pass; call "
+                "optimizer.backward(loss) in place of loss.backward()"
+            )
         self._is_applied = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -197,11 +205,14 @@ class FusedOptimizer(FusedPasses):
     def _check_may_begin(self, last: bool) -> None:
         name = type(self).__name__
         if self._is_applied:
-            raise RuntimeError(words.second_backward(name))
+            raise RuntimeError(
+                f"a second backward() in one step: {name} has applied the first one's gradients already; call step() "
+                "after each, or give last=False with all but the last micro-batch and build it with accumulate='store'"
+            )
         if not last and self._accumulate == "refuse":
-            raise ValueError(words.no_accumulation(name, self.ordinary))
-        if self._collectives is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError(words.unknown_ranks(name, dist.get_world_size()))
+            raise ValueError(no_accumulation(name, self.ordinary))
+        if self._collectives is None:
+            refuse_unknown_ranks(name)
 
 
 class LossScaler(GradScaler):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tr_optim.options import Converter, flag, optional_number, read_options, word
 
@@ -63,53 +64,17 @@ def no_accumulation(name: str, ordinary: str) -> str:
     )
 
 
-def second_backward(name: str) -> str:
-    """Return why a second backward pass in one step is refused."""
-    return (
-        f"a second backward() in one step: {name} has applied the first one's gradients already; call step() after "
-        "each, or give last=False with all but the last micro-batch and build it with accumulate='store'"
-    )
+def refuse_unknown_ranks(name: str) -> None:
+    """Raise if there are several ranks, for an optimizer without `bind`.
 
-
-def unknown_ranks(name: str, world_size: int) -> str:
-    """Return the message for several ranks without `bind`."""
-    return (
-        f"{world_size} ranks train together, and {name} would apply the gradients of each rank alone; call "
-        "optimizer.bind(strategy) first, with what knows the ranks, as tr_dist.DDP() does"
-    )
-
-
-def no_shards(ordinary: str) -> str:
-    """Return why a parameter of which each rank holds a part is refused, and what to do instead."""
-    return (
-        "and statistics of whole parameters over parts are not built; train with replicas (strategy='ddp'), or with "
-        f"{ordinary}"
-    )
-
-
-def no_closure(name: str) -> str:
-    """Return why `step` takes no closure."""
-    return (
-        f"{name} takes no closure: it updates during the backward pass; call optimizer.backward(loss), then "
-        "optimizer.step()"
-    )
-
-
-def nothing_to_apply(name: str) -> str:
-    """Return the message for a `step` without a `backward`."""
-    return (
-        f"step() has nothing to apply: {name} updates during its own backward pass; call optimizer.backward(loss) in "
-        "place of loss.backward()"
-    )
-
-
-def clipped_too_late(name: str, max_norm: float, built_with: float | None) -> str:
-    """Return why gradients cannot be clipped after the backward pass."""
-    built = "without clipping" if built_with is None else f"with clip_grad_norm={built_with:g}"
-    return (
-        f"clip_grad_norm({max_norm:g}) comes too late: {name} applied the gradients during the backward pass, {built}; "
-        f"build it with clip_grad_norm={max_norm:g}"
-    )
+    Raises:
+        RuntimeError: there are.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"{dist.get_world_size()} ranks train together, and {name} would apply the gradients of each rank alone; "
+            "call optimizer.bind(strategy) first, with what knows the ranks, as tr_dist.DDP() does"
+        )
 
 
 def fused_options(args: Any, owner: str, ordinary: str, takes: Mapping[str, Converter]) -> dict[str, Any]:

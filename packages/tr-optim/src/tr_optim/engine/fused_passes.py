@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tr_optim.engine import fused_checks as words
 from tr_optim.engine.averaging import RankAverage
-from tr_optim.engine.backward_norms import BackwardNorms, logical_or
+from tr_optim.engine.backward_norms import BackwardNorms, clip_coefficient, logical_or
 from tr_optim.engine.fused_checks import check_dense_and_real, check_settings
 from tr_optim.engine.hooks import BackwardHooks, is_reentrant, other_gradients_kept, repeated_parameters
 from tr_optim.engine.precision import CountedRounding
@@ -228,8 +227,12 @@ class FusedPasses(Optimizer):
         if [id(p) for p in trainable] == [id(p) for p in self._hooked]:
             return
         self.detach()
+        instead = (
+            "and statistics of whole parameters over parts are not built; train with replicas (strategy='ddp'), or "
+            f"with {self.ordinary}"
+        )
         takes, name = self.takes_shards, type(self).__name__
-        self._sharded = sharded_parameters(trainable, name, takes=takes, instead=words.no_shards(self.ordinary))
+        self._sharded = sharded_parameters(trainable, name, takes=takes, instead=instead)
         self._largest_part = max((p.numel() for p in trainable if id(p) in self._sharded), default=0)
         self._norms = BackwardNorms(trainable, self._sharded)
         self._is_reentrant = is_reentrant(loss)
@@ -339,7 +342,7 @@ class FusedPasses(Optimizer):
         norm = self._note_norm()
         factor = None if self._scale is None else self._scale.reciprocal()
         if self._max_norm is not None:
-            coefficient = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
+            coefficient = clip_coefficient(norm, self._max_norm)
             factor = coefficient if factor is None else coefficient * factor
         self._factor = factor
         # Also if single tensors were to be skipped, because the others have no coefficient.

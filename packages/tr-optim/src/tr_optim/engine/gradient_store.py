@@ -7,13 +7,12 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from tr_optim.engine.averaging import Averaging, Collectives, FixedOrder, missing_gradient
 from tr_optim.engine.backward_norms import clip_coefficient, norm_of, norm_over_ranks, projected_norm, sum_rows
 from tr_optim.engine.bases import Bases
-from tr_optim.engine.fused_checks import unknown_ranks
-from tr_optim.engine.gradient_window import GradientWindow, Sketch, add_to_sum
+from tr_optim.engine.fused_checks import refuse_unknown_ranks
+from tr_optim.engine.gradient_window import SKETCH_ROWS, GradientWindow, Sketch, add_to_sum
 from tr_optim.engine.hooks import BackwardHooks, Consume, find_repeated, is_reentrant, other_gradients_kept
 from tr_optim.engine.settings import Place, Projection
 from tr_optim.engine.shards import is_distributed, local_part, shards_of, with_own_memory
@@ -162,16 +161,11 @@ class GradientStore:
         consumed = [p for p, place in numbered if place.is_projected or self._applies or is_distributed(p)]
         if self._hooks is not None and self._hooks.are_on(consumed):
             return self._hooks
-        self._refuse_unknown_ranks()
+        if not self._is_bound and not all(is_distributed(parameter) for parameter, _ in self._numbered):
+            refuse_unknown_ranks(type(self._owner).__name__)
         self.detach()
         self._has_shards = any(is_distributed(p) for p, _ in numbered)
         return BackwardHooks(consumed, self._consume, shared=find_repeated(loss, [p for p, _ in numbered]))
-
-    def _refuse_unknown_ranks(self) -> None:
-        if self._is_bound or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return
-        if not all(is_distributed(parameter) for parameter, _ in self._numbered):
-            raise RuntimeError(unknown_ranks(type(self._owner).__name__, dist.get_world_size()))
 
     def _measure_first(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the norm of the step's gradients, in a backward pass that applies none and keeps the graph."""
@@ -211,18 +205,14 @@ class GradientStore:
         if self._projection.reduction == "whole" or self._applies:
             exchanged = [p for p, _ in consumed]
         else:
-            exchanged = [p for p, place in consumed if self._may_find_basis(p) and self._is_due(p, place)]
+            finds_bases = self._is_last if self._sums_first else self.window.num_micro_batches == 1
+            exchanged = [p for p, place in consumed if finds_bases and self._is_due(p, place)]
         return FixedOrder(exchanged[::-1], take)
 
-    def _may_find_basis(self, parameter: torch.Tensor) -> bool:
-        """Whether it is the micro-batch in which a parameter's basis is found, if one is due."""
-        return self._is_last if self._sums_first(parameter) else self.window.num_micro_batches == 1
-
-    def _sums_first(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's basis is found from the sum of all micro-batches, not from the first."""
-        refresh_from = self._projection.refresh_from
-        has_basis = refresh_from == "all_but_first" and self._bases.has_basis(self._owner.state[parameter])
-        return refresh_from == "all" or has_basis
+    @property
+    def _sums_first(self) -> bool:
+        """Whether bases are found from the sum of all micro-batches, not from the first."""
+        return self._projection.refresh_from == "all"
 
     def _settle(self) -> dict[int, Basis]:
         """Return the bases of parameters that keep only a norm and a projection, by their ids.
@@ -263,7 +253,7 @@ class GradientStore:
         is_whole = average is None and self._is_last and window.num_micro_batches == 1
         is_due = place.is_projected and parameter not in window.bases and self._is_due(parameter, place)
         needs_sum = is_due or not place.is_projected or self._needs_whole
-        if needs_sum and (not is_due or self._sums_first(parameter)):
+        if needs_sum and (not is_due or self._sums_first):
             gradient = add_to_sum(window.whole, parameter, gradient if self._is_last else with_own_memory(gradient))
             if not self._is_last:
                 return
@@ -303,7 +293,7 @@ class GradientStore:
             self.window.norms[parameter] = torch.linalg.vector_norm(gradient)
             return
         if self.window.sketch is None:
-            self.window.sketch = Sketch(self._projection.sketch_rows)
+            self.window.sketch = Sketch(SKETCH_ROWS)
         self.window.sketch.add(parameter, gradient, self._key(parameter))
 
     def _take_out_of_sketch(self, parameter: torch.Tensor) -> None:

@@ -17,6 +17,8 @@ from tr_optim.projection.encoded import EncodedBasis
 # Mixtures of rows and of columns that each row and each column of the sketch is folded from, with random signs: mixing
 # has less error the more there are, and the second, made of the first, cost next to nothing.
 _FOLDED = (2, 4)
+# Rows and columns of a sketch: ranks exchange their squared number for the whole model, 16 KiB.
+SKETCH_ROWS = 64
 
 # Device and dtype, and whether ranks hold rows of what is in it: the whole is then their sum, else their mean.
 Kind = tuple[torch.device, torch.dtype, bool]

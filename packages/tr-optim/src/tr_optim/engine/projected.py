@@ -27,7 +27,7 @@ from tr_optim.engine.gradient_store import GradientStore
 from tr_optim.engine.memory_estimate import gradient_bytes, state_bytes
 from tr_optim.engine.precision import Rounding, check_has_low_precision
 from tr_optim.engine.settings import Place, Projection, Rule
-from tr_optim.engine.shards import in_layout, is_distributed, load_states, shards_of
+from tr_optim.engine.shards import as_copies, in_layout, is_distributed, load_states, shards_of
 from tr_optim.engine.updates import (
     BackProjection,
     BackProjector,
@@ -293,7 +293,7 @@ class ProjectedOptimizer(Optimizer):
         """
         complete, states = checked_state_dict(state_dict, self.param_groups, self._check_saved)
         super().load_state_dict(complete)
-        load_states(self, states, _copies, is_divided)
+        load_states(self, states, as_copies, is_divided)
         self._gathering.forget()
 
     def _check_saved(self, saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> None:
@@ -345,9 +345,3 @@ class ProjectedOptimizer(Optimizer):
         if shards_of(parameter) is not None:  # also where nothing is: what follows then meets that of the others
             yield [projected] if is_summed(parameter, basis) else []
         yield from self._apply.steps(parameter, state, place, projected, fresh, whole)
-
-
-def _copies(saved: dict[str, Any], parameter: torch.Tensor, _group: dict[str, Any]) -> dict[str, Any]:
-    # torch rounds a state to its parameter's dtype; that of bfloat16 weights is float32.
-    on_host = ("step", "refreshed")
-    return {name: v.to("cpu" if name in on_host else parameter.device, copy=True) for name, v in saved.items()}

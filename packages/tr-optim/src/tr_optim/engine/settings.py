@@ -19,7 +19,7 @@ GROUP_OPTIONS = ("rank", "update_proj_gap", "scale", "proj_type")
 _CHOICES = {
     "method": METHODS,
     "reduction": ("projected", "whole"),
-    "refresh_from": ("all", "first", "all_but_first"),
+    "refresh_from": ("all", "first"),
     "refresh": ("fixed", "lazy"),
     "basis_dtype": FORMS,
     "exchange_dtype": ("float32", "bfloat16"),
@@ -103,7 +103,6 @@ class GaLoreOptions(ProjectionOptions, total=False):
     method: str
     reduction: str
     refresh_from: str
-    sketch_rows: int
     exchange_dtype: str
     refresh: str
     refresh_cosine: float
@@ -130,7 +129,6 @@ class Projection:
     seed: int = 0
     reduction: str = "projected"
     refresh_from: str = "all"
-    sketch_rows: int = 64
     exchange_dtype: str = "float32"
     refresh: str = "fixed"
     refresh_cosine: float = REFRESH_COSINE
@@ -169,8 +167,6 @@ class Projection:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(str, known))}")
-        if self.sketch_rows < 1:
-            raise ValueError(f"sketch_rows={self.sketch_rows} must be at least 1: the norm is estimated by them")
         self._check_refresh()
         settings = replace(self, reduction="whole") if needs_whole else self
         if self.compat is None:

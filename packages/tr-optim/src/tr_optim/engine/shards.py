@@ -220,6 +220,12 @@ def load_states(
             optimizer.state[parameter] = {"step": step, **held}
 
 
+def as_copies(saved: State, parameter: torch.Tensor, _group: Mapping[str, Any]) -> State:
+    """Return copies of a saved state where a step needs them; torch would round them to their parameter's dtype."""
+    on_host = ("step", "refreshed")
+    return {n: value.to("cpu" if n in on_host else parameter.device, copy=True) for n, value in saved.items()}
+
+
 def with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or a copy of one that is a piece of a larger one and would keep that from being freed."""
     own_bytes = tensor.numel() * tensor.element_size()

@@ -216,7 +216,7 @@ class UpdateApplier:
         generator = self._rounding.generator(parameter, place.index, state["step"])
         shards, parameter = shards_of(parameter), local_part(parameter)
         if basis is None and self._rule.is_elementwise:
-            self._update_in_pieces(parameter, state, place.group, gradient, generator)
+            update_in_pieces(self._rule, parameter, state, place.group, gradient, generator)
         else:
             how = {"generator": generator, "shards": shards}
             yield from self._update(parameter, state, place.group, gradient, basis, whole, **how)
@@ -266,28 +266,37 @@ class UpdateApplier:
         if weights is not parameter:
             store_rounded(parameter, weights, generator)
 
-    def _update_in_pieces(
-        self,
-        parameter: torch.Tensor,
-        state: State,
-        group: dict[str, Any],
-        gradient: torch.Tensor,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Update without a second tensor of the parameter's size, which may be an embedding."""
-        rule, decay = self._rule, group["weight_decay"]
-        names = [name for name in state if name != "step"]
-        for piece, gradient_piece, *moments in chunks(parameter, gradient, *(state[name] for name in names)):
-            own = {"step": state["step"], **dict(zip(names, moments, strict=True))}
-            weights = piece.to(computing_dtype(parameter))
-            update, rate = rule.update(gradient_piece.to(weights.dtype), own, group, weights)
-            if decay and not rule.decays_after:
-                weights.mul_(1 - rate * decay)
-            weights.sub_(update)
-            if decay and rule.decays_after:
-                weights.mul_(1 - rate * decay)
-            if weights is not piece:
-                store_rounded(piece, weights, generator)
+
+def update_in_pieces(
+    rule: Rule,
+    parameter: torch.Tensor,
+    state: State,
+    group: dict[str, Any],
+    gradient: torch.Tensor,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Update by an elementwise rule, without a second tensor of the parameter's size, which may be an embedding.
+
+    Args:
+        rule: computes the update; `is_elementwise`.
+        parameter: to update, or this rank's part of it.
+        state: its state, whose step is counted already.
+        group: its group.
+        gradient: of the parameter's shape.
+        generator: rounds weights of low precision stochastically; None rounds to nearest.
+    """
+    decay, names = group["weight_decay"], [name for name in state if name != "step"]
+    for piece, gradient_piece, *moments in chunks(parameter, gradient, *(state[name] for name in names)):
+        own = {"step": state["step"], **dict(zip(names, moments, strict=True))}
+        weights = piece.to(computing_dtype(parameter))
+        update, rate = rule.update(gradient_piece.to(weights.dtype), own, group, weights)
+        if decay and not rule.decays_after:
+            weights.mul_(1 - rate * decay)
+        weights.sub_(update)
+        if decay and rule.decays_after:
+            weights.mul_(1 - rate * decay)
+        if weights is not piece:
+            store_rounded(piece, weights, generator)
 
 
 def _divided(parameter: torch.Tensor, basis: Basis | None) -> Shards | None:

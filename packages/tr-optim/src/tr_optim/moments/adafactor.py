@@ -97,11 +97,7 @@ def start_moments(state: dict[str, Any], gradient: torch.Tensor, with_first_mome
     """Add moments of zero to a new state."""
     if with_first_moment:
         state["exp_avg"] = torch.zeros_like(gradient)
-    if gradient.dim() >= 2:
-        state["exp_avg_sq_row"] = gradient.new_zeros(gradient.shape[:-1])
-        state["exp_avg_sq_col"] = gradient.new_zeros((*gradient.shape[:-2], gradient.shape[-1]))
-    else:
-        state["exp_avg_sq"] = torch.zeros_like(gradient)
+    state |= {name: gradient.new_zeros(shape) for name, shape in state_shapes(gradient.shape).items()}
 
 
 def normalised(
