@@ -266,15 +266,12 @@ def test_the_state_of_a_process_is_read():
 # Notes
 
 
-def test_notes_are_replaced_and_a_text_is_written_once(tmp_path):
+def test_notes_are_replaced(tmp_path):
     board = Board(tmp_path / "board", 2)
     board.put(Note(1, "here", 7, beat=1))
     board.put(Note(1, "here", 7, beat=2))
     board.put(Note(0, "here", 8))
     assert [(note.rank, note.beat) for note in board.notes()] == [(0, 0), (1, 2)]
-    assert board.post("verdict", "first")
-    assert not board.post("verdict", "second")
-    assert board.posts() == {"verdict": "first"}
 
 
 def test_all_that_opened_a_board_go_on_with_it_when_its_name_is_gone(tmp_path):
@@ -305,36 +302,22 @@ def test_a_note_that_is_being_replaced_is_left_out_and_one_too_long_is_shortened
         file.seek(60)
         file.write(b"?")
     assert [(note.rank, len(note.left)) for note in board.notes()] == [(1, 200)]
+    board.put(Note(1, "here", 6, stacks='"\u20ac' * notes._PLACE_BYTES))
+    assert [len(note.stacks) for note in board.notes()] == [notes._LEAST_TEXT]
 
 
-def test_what_a_signal_handler_writes_is_read(tmp_path):
-    board = Board(tmp_path / "board", 3)
-    assert not board.takes_signals(1)
-    file = board.open_for_signals(1)
-    assert [board.takes_signals(rank) for rank in range(3)] == [False, True, False]
-    assert board.read_signal(1) == ""
-    os.write(file, b"Thread 0x1\n")
-    os.write(file, b"  File a.py\n")
-    os.close(file)
-    assert board.read_signal(1) == "Thread 0x1\n  File a.py"
-
-
-def test_machines_exchange_their_boards_through_a_store(tmp_path):
+def test_machines_exchange_their_notes_through_a_store():
     store = dist.HashStore()
-    boards = [Board(tmp_path / name, 2) for name in "ab"]
     links = [Link(lambda: store, "a", ["b"], 0.01), Link(lambda: store, "b", ["a"], 0.01)]
-    for rank, board in enumerate(boards):
-        board.put(Note(rank, f"machine {rank}", 5))
-    boards[0].post("verdict", "a hang")
+    own = [Note(rank, f"machine {rank}", 5, verdict="a hang") for rank in range(2)]
     found = [[], []]
     deadline = time.monotonic() + 60
-    while not (all(found) and boards[1].read("verdict")) and time.monotonic() < deadline:
-        found = [link.exchange(board) for link, board in zip(links, boards, strict=True)]
+    while not all(found) and time.monotonic() < deadline:
+        found = [link.exchange([note]) for link, note in zip(links, own, strict=True)]
         time.sleep(0.01)
     for link in links:
         link.stop()
-    assert [[note.rank for note in notes] for notes in found] == [[1], [0]]
-    assert boards[1].read("verdict") == "a hang"
+    assert found == [[own[1]], [own[0]]]
 
 
 # What is said while ranks wait
@@ -379,18 +362,17 @@ def test_of_many_situations_the_later_ones_are_said_each_minute_only(capsys):
     assert capsys.readouterr().err.count("hang watch: ") == 10
 
 
-def test_a_thread_that_waits_for_a_store_is_known_until_it_ends(tmp_path, monkeypatch):
+def test_a_thread_that_waits_for_a_store_is_known_until_it_ends(monkeypatch):
     monkeypatch.setattr(notes, "_LINK_END_S", 0.01)
-    answers, board, made = threading.Event(), Board(tmp_path / "board", 1), HangWatch(0, 1, LIMITS)
+    answers, made = threading.Event(), HangWatch(0, 1, LIMITS)
     made._link = Link(lambda: answers.wait(60) and dist.HashStore(), "a", [], 0.01)
-    made._link.exchange(board)
+    made._link.exchange([])
     assert not made.is_stuck  # it is still a member
     made.leave("it left the group")
     assert made.is_stuck
     answers.set()
     made._link._thread.join(60)
     assert not made.is_stuck
-    board.close()
 
 
 ENDS_BESIDE_A_THREAD = """
@@ -457,7 +439,7 @@ def test_other_machines_hear_of_a_process_that_ended_without_a_word(tmp_path):
     board.put(Note(1, machine(), NOBODY))
 
     class Sending:
-        def exchange(self, board, notes):
+        def exchange(self, notes):
             sent.extend(notes)
             return []
 

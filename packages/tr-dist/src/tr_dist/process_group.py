@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tr_dist.environment import LaunchEnvironment
+from tr_dist.hangs.places import names_of_exchanges
 from tr_dist.hangs.watch import HangWatch, limits_of
 from tr_dist.rendezvous import meeting_place, open_store
 from tr_dist.shared_page import SharedPage, open_page
@@ -31,6 +32,7 @@ _KEEP_ALIVE_S = 0.5
 _FAILED_DESTROY_S = 10.0
 
 _MAX_DIMS = 14
+names_of_exchanges[__file__] = lambda code: code.co_qualname.removeprefix("ProcessGroup.").partition(".")[0]
 
 
 class ProcessGroup:

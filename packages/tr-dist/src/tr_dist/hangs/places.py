@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,10 +25,11 @@ _OWN = str(Path(__file__).parent.parent) + os.sep
 _EXCHANGES = tuple(
     _TORCH + os.path.join("distributed", name) for name in ("distributed_c10d.py", "_functional_collectives.py")
 )
-_GROUP, _PAGE = os.path.join(_OWN, "process_group.py"), os.path.join(_OWN, "shared_page.py")
 _BACKWARD = os.path.join(_TORCH, "autograd", "graph.py")
 _LOADING = (os.path.join(_TORCH, "utils", "data", ""), os.sep + os.path.join("tr_core", "data", ""))
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy")
+names_of_exchanges: dict[str, Callable[[CodeType], str]] = {}
+"""By file: names the exchange that the file's innermost running code makes. A file with exchanges enters itself."""
 BACKWARD = "backward"
 """The name of a backward pass, in which gradients are exchanged by compiled code."""
 
@@ -135,10 +137,8 @@ def _exchange(codes: list[CodeType]) -> str:
     innermost = codes[0].co_filename
     if innermost == _BACKWARD:
         return BACKWARD
-    if innermost == _PAGE:
-        return "all_reduce_max"
-    if innermost == _GROUP:
-        return codes[0].co_qualname.removeprefix("ProcessGroup.").partition(".")[0]
+    if innermost in names_of_exchanges:
+        return names_of_exchanges[innermost](codes[0])
     if not innermost.startswith(os.path.join(_TORCH, "distributed", "")):
         return ""
     name = codes[0].co_name

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import secrets
 import signal
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from tr_dist.hangs import HANG_EXIT_CODE
 from tr_dist.hangs.findings import ELSEWHERE, GONE, Finding, Limits, Standing, Table, describe, judge, line, waits_for
-from tr_dist.hangs.notes import END, VERDICT, Board, Link, Note
+from tr_dist.hangs.notes import Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
 from tr_log.line_file import create_unique
 from tr_log.streams import flush_streams, write_text
@@ -40,7 +39,9 @@ _SHARE_OF_TIMEOUT = 0.9
 _LOST_S = 30.0  # a backend mostly notices a peer that is gone, and then says why
 _WARN_S = 30.0
 _STACKS_S = 3.0  # for the others to write their stacks
+_HANDLER_S = 1.0  # for the handler of a signal to write them
 _END_S = 10.0  # for who reports to do so
+_NO_STACKS = "it cannot give its stacks; where a signal still reaches it, they are in its own output"
 _ENDED = "its process ended without a word"  # what the others of a machine say of it to other machines
 _MOST_WARNINGS = 10
 _SAY_AGAIN_S = 60.0
@@ -86,8 +87,7 @@ class HangWatch:
         self._said_s = 0.0
         self._board: Board | None = None
         self._link: Link | None = None
-        self._stacks: int | None = None
-        self._enabled = False
+        self._enabled = self._takes_signal = False
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
 
     @property
@@ -110,8 +110,8 @@ class HangWatch:
         path = f"{file or os.path.join(tempfile.gettempdir(), 'meet')}-{name}-{zlib.crc32(self._note.machine.encode())}"
         with contextlib.suppress(OSError):  # without a place for notes there is no watch
             self._board = Board(Path(path), self.world_size)
+            self._write_stacks_on_signal()
             self._board.put(self._note)
-            self._write_stacks_on_signal(self._board)
         gather(None)  # all have written a note
         here = [note.rank for note in self._board.notes()] if self._board is not None else []
         keys = gather(min(here, default=self.rank))
@@ -185,9 +185,8 @@ class HangWatch:
                 self._say_who_is_gone(self._board)
             if self._enabled:
                 faulthandler.disable()
-            if self._stacks is not None:
+            if self._takes_signal:
                 faulthandler.unregister(_STACKS_SIGNAL)
-                os.close(self._stacks)
             self._board.close()
 
     def _run(self) -> None:
@@ -205,19 +204,29 @@ class HangWatch:
             self._table.restart(now_s)
         self._ticked_s = now_s
         self._note = self._own_note(now_s)
+        ranks = self._meet(board)
+        if verdict := next((each.note.verdict for each in ranks if each.note.verdict), ""):
+            self._wait_and_end(board, verdict)
+        elif _is_first(self.rank, ranks):
+            self._act(board, judge(ranks, self.limits), ranks)
+
+    def _meet(self, board: Board) -> list[Standing]:
+        """Show this rank's note, and return what is known of all. The first of a machine asks the other machines."""
         board.put(self._note)
-        notes = board.notes()
+        notes, now_s = board.notes(), time.monotonic()
         self._table.take(notes, now_s)
         ranks, beside = self._standings(now_s), {note.rank for note in notes}
-        is_first_here = _is_first(self.rank, [each for each in ranks if each.note.rank in beside])
-        if is_first_here and self._link is not None:
+        if self._link is not None and _is_first(self.rank, [each for each in ranks if each.note.rank in beside]):
             dead = [each.note.rank for each in ranks if each.state in GONE]
             sent = [replace(n, left=n.left or _ENDED) if n.rank in dead else n for n in notes]
-            self._table.take(self._link.exchange(board, sent), now_s)
-        if board.read(VERDICT) is not None:
-            self._wait_and_end(board)
-        elif is_first_here and _is_first(self.rank, ranks):
-            self._act(board, judge(ranks, self.limits), ranks)
+            self._table.take(self._link.exchange(sent), now_s)
+            ranks = self._standings(now_s)
+        return ranks
+
+    def _show(self, board: Board, **facts: Any) -> list[Standing]:
+        """Change this rank's note, and meet the others."""
+        self._note = replace(self._note, beat=self._note.beat + 1, **facts)
+        return self._meet(board)
 
     def _standings(self, now_s: float) -> list[Standing]:
         known = self._table.standings(now_s, {})
@@ -255,21 +264,19 @@ class HangWatch:
         if not finding.ends:
             self._warn(finding, ranks)
             return
-        if not board.post(VERDICT, json.dumps({"rank": self.rank, "text": finding.text})):
-            return  # another rank was first
         report = describe(finding, ranks)
-        awaited = [each.note.rank for each in ranks if not each.is_silent and not each.is_gone]
-        awaited += self._signal_the_silent(board, ranks)
-        board.post(f"stacks-{self.rank}", own_stacks())
+        awaited = {each.note.rank for each in ranks if not each.is_silent and not each.is_gone}
+        if self._signal_the_silent(ranks):
+            time.sleep(_HANDLER_S)
+        ranks = self._show(board, verdict=finding.text, stacks=own_stacks())
         deadline_s = time.monotonic() + _STACKS_S + 2 * self._interval_s * (1 if self._link is None else 3)
-        while time.monotonic() < deadline_s and not all(_stacks(board, rank) for rank in awaited):
-            if self._link is not None:
-                self._link.exchange(board)
+        while time.monotonic() < deadline_s and any(not r.note.stacks for r in ranks if r.note.rank in awaited):
             time.sleep(0.05)
-        self._report(f"{report}\nall processes end with exit code {HANG_EXIT_CODE}", self._all_stacks(board, ranks))
-        board.post(END, "")
+            ranks = self._meet(board)
+        stacks = "\n".join(f"--- rank {r.note.rank}\n{r.note.stacks or _NO_STACKS}\n" for r in ranks)
+        self._report(f"{report}\nall processes end with exit code {HANG_EXIT_CODE}", stacks)
+        self._show(board, is_reported=True)
         if self._link is not None:
-            self._link.exchange(board)
             time.sleep(2 * self._interval_s)  # for the other machines to hear of it
         self._end(board, ranks)
 
@@ -305,15 +312,14 @@ class HangWatch:
             f"(hang_timeout={limits.hang_s:.0f}{what})"
         )
 
-    def _wait_and_end(self, board: Board) -> None:
+    def _wait_and_end(self, board: Board, verdict: str) -> None:
         """Give this rank's stacks to the rank that reports, and end when it has done so."""
-        board.post(f"stacks-{self.rank}", own_stacks())
+        ranks = self._show(board, verdict=verdict, stacks=own_stacks())
         deadline_s = time.monotonic() + _END_S + 4 * self._interval_s
-        while board.read(END) is None and time.monotonic() < deadline_s:
-            if self._link is not None:
-                self._link.exchange(board)
+        while not any(each.note.is_reported for each in ranks) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        self._end(board, self._standings(time.monotonic()))
+            ranks = self._meet(board)
+        self._end(board, self._show(board, is_reported=True))
 
     def _end(self, board: Board, ranks: list[Standing]) -> None:
         """End this process and its children, and those on this machine that cannot end themselves."""
@@ -339,14 +345,6 @@ class HangWatch:
                 where = f"\nthis could not be written to {self._folder}: {error}"
         write_text(sys.stderr, f"hang watch: {report}\n\n{stacks}\n{where}\n")
 
-    def _all_stacks(self, board: Board, ranks: list[Standing]) -> str:
-        found = []
-        for each in ranks:
-            rank = each.note.rank
-            text = _stacks(board, rank)
-            found.append(f"--- rank {rank}\n{text or 'it cannot give its stacks'}\n")
-        return "\n".join(found)
-
     def _say_who_is_gone(self, board: Board) -> None:
         """Say which neighbours had left or died before this rank failed."""
         deadline_s = time.monotonic() + (_DYING_S if self._lost_a_peer else 0)
@@ -362,26 +360,26 @@ class HangWatch:
             lines = "\n".join(line(each, ranks) for each in gone[:_MOST_GONE])
             write_text(sys.stderr, f"hang watch: when rank {self.rank} failed, others were gone\n{lines}\n")
 
-    def _write_stacks_on_signal(self, board: Board) -> None:
-        """Let a signal write this process's stacks, also while other code holds Python's lock."""
+    def _write_stacks_on_signal(self) -> None:
+        """Let a signal write this process's stacks to its stderr, also while other code holds Python's lock."""
         if not faulthandler.is_enabled():
             with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
                 faulthandler.enable()  # gloo aborts a process whose peer is in another exchange
                 self._enabled = True
         if _STACKS_SIGNAL and signal.getsignal(_STACKS_SIGNAL) == signal.SIG_DFL:
-            with contextlib.suppress(OSError, ValueError, RuntimeError):
-                self._stacks = board.open_for_signals(self.rank)
-                faulthandler.register(_STACKS_SIGNAL, file=self._stacks)
+            with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+                faulthandler.register(_STACKS_SIGNAL)
+                self._takes_signal = True
+        self._note = replace(self._note, takes_signal=self._takes_signal)
 
-    def _signal_the_silent(self, board: Board, ranks: list[Standing]) -> list[int]:
-        """Ask silent processes of this machine for their stacks, and return the ranks that were asked."""
-        asked = []
-        for each in ranks:
-            if each.is_silent and each.state in ("R", "S", "D") and board.takes_signals(each.note.rank):
-                with contextlib.suppress(OSError):
-                    os.kill(each.note.pid, _STACKS_SIGNAL)
-                    asked.append(each.note.rank)
-        return asked
+    def _signal_the_silent(self, ranks: list[Standing]) -> bool:
+        """Have silent processes of this machine write their stacks. Returns whether there are such."""
+        silent = [each.note for each in ranks if each.is_silent and each.state in ("R", "S", "D")]
+        asked = [note for note in silent if note.takes_signal]
+        for note in asked:
+            with contextlib.suppress(OSError):
+                os.kill(note.pid, _STACKS_SIGNAL)
+        return bool(asked)
 
 
 _STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
@@ -404,11 +402,6 @@ def _is_of_a_peer(error: BaseException | None) -> bool:
 def _is_first(rank: int, ranks: list[Standing]) -> bool:
     """Whether no rank with a lower number is there to report."""
     return not any(each.note.rank < rank and not each.is_silent and not each.is_gone for each in ranks)
-
-
-def _stacks(board: Board, rank: int) -> str:
-    """Return what a rank, or its signal handler, has written."""
-    return board.read(f"stacks-{rank}") or board.read_signal(rank)
 
 
 def _since(rank: Standing) -> float:
