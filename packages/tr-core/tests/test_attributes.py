@@ -9,7 +9,7 @@ from support.models import Classifier
 from torch import nn
 
 from tr_core import Trainer
-from tr_core.loss import LabelSmoother
+from tr_core.label_smoothing import LabelSmoother
 
 
 @pytest.mark.parametrize(

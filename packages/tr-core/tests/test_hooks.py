@@ -18,7 +18,7 @@ from tr_args import TrainingArguments
 from tr_core import SingleDevice, Trainer, TrainerCallback
 from tr_core.compat.accelerator import StrategyAccelerator
 from tr_core.compat.refused_hooks import REFUSED
-from tr_core.loss import StepScope
+from tr_core.step_scope import StepScope
 
 
 class Recording(Trainer):

@@ -10,7 +10,8 @@ from support.runs import first_gradient
 from torch import nn
 
 from tr_core import SingleDevice, Trainer
-from tr_core.loss import LabelSmoother, split_loss
+from tr_core.label_smoothing import LabelSmoother
+from tr_core.loss import split_loss
 
 MODELS = {"mean": IgnoresCount, "counted": CountedSum}
 

@@ -19,8 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tr_core.runtime import profiling
-from tr_core.runtime.profile_files import dearest_operators
-from tr_core.runtime.profiling import profiled_steps
+from tr_core.runtime.profiling import dearest_operators, profiled_steps
 
 
 @pytest.fixture

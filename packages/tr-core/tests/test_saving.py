@@ -15,7 +15,7 @@ from torch import nn
 import tr_core
 from tr_core import TrainerCallback, TrainerState
 from tr_core.checkpoint import saving
-from tr_core.checkpoint.saving import format_metrics, metric_lines
+from tr_core.results import format_metrics, metric_lines
 
 
 def test_a_saved_model_is_safetensors_with_the_arguments_beside_it(make_trainer, tmp_path, model):
@@ -54,6 +54,30 @@ def test_metrics_and_state_are_written_and_merged(make_trainer):
     with open(f"{folder}/test_results.json") as file:
         assert json.load(file) == {"test_loss": 3.0}
     assert TrainerState.load_from_json(f"{folder}/trainer_state.json").global_step == 0
+
+
+def test_files_that_cannot_be_written_stay_as_they_were(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    trainer.save_metrics("train", {"train_loss": 1.0})
+    trainer.save_state()
+    trainer.create_model_card()
+    write, folder = Path.write_text, Path(trainer.args.output_dir)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def full(self, text, **options):
+        write(self, text[:5], **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        for write_again in (
+            lambda: trainer.save_metrics("train", {"a": 2}),
+            trainer.save_state,
+            trainer.create_model_card,
+        ):
+            with pytest.raises(OSError, match="No space left"):
+                write_again()
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
 def test_metrics_are_printed_readably(make_trainer, capsys):

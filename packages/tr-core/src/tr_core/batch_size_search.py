@@ -11,7 +11,7 @@ from torch import nn
 
 from tr_args import TrainingArguments
 from tr_core.data.batches import AskedBatches
-from tr_core.data.limits import training_batches
+from tr_core.data.short_runs import training_batches
 from tr_core.loop import run_epochs
 from tr_core.optim.fused_backward import kind
 from tr_core.plan import make_plan

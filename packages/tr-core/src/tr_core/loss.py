@@ -13,15 +13,13 @@ first micro-batch is computed with the count and with twice the count: half of i
 the same way it is seen whether an override of `compute_loss` that reads `current_gradient_accumulation_steps` divides
 by it. A user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
 
-This file also holds dicts of losses from an override of `compute_loss`, label smoothing, and `StepScope`, the data of
-the current step and micro-batch.
+This file also holds dicts of losses from an override of `compute_loss`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -30,9 +28,9 @@ import torch
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
-from tr_core.metric_means import MetricWindow, check_name
+from tr_core.metric_means import check_name
 from tr_core.model_io import IGNORED_TARGET, accepts_count, averages_over_targets, shifts_targets
-from tr_core.protocols import Collectives, Strategy
+from tr_core.protocols import Strategy
 from tr_core.signatures import takes_argument
 from tr_log.phases import EXCHANGE, phase
 
@@ -430,96 +428,3 @@ def _checked_scalar(name: str, value: Any) -> torch.Tensor:
         f"compute_loss returned a dict whose entry {name!r} is {what}; entries beside 'loss' are logged, so each is a "
         "number or a tensor with one element. Return outputs['loss'] if this is what the model gave"
     )
-
-
-class LabelSmoother:
-    """Compute cross entropy with smoothed targets: a loss function for a Trainer.
-
-    The loss of a target is `(1 - epsilon) * nll + epsilon * mean over classes of -log p`; targets of -100 do not count.
-
-    Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
-
-    Args:
-        epsilon: share of a target that is spread over all classes, in [0, 1).
-        model: the unwrapped model; if it predicts the next position, the targets are shifted here too.
-
-    Raises:
-        ValueError: the model's problem has several labels a sample, and so no single target to smooth.
-    """
-
-    def __init__(self, epsilon: float, model: nn.Module) -> None:
-        if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
-            raise ValueError(
-                f"label_smoothing_factor={epsilon} has no meaning for problem_type='multi_label_classification'; set "
-                "it to 0, or pass compute_loss_func"
-            )
-        self.epsilon, self.ignore_index, self._shifts = epsilon, IGNORED_TARGET, shifts_targets(model)
-
-    def __call__(
-        self,
-        outputs: Any,
-        labels: Any,
-        num_items_in_batch: torch.Tensor | None = None,
-        shift_labels: bool | None = None,
-    ) -> torch.Tensor:
-        """Return the mean over targets, or their sum divided by `num_items_in_batch`.
-
-        Args:
-            outputs: the model's outputs: a mapping with `logits`, or a tuple with the logits first.
-            labels: class numbers, shape `(batch,)` or `(batch, positions)`.
-            num_items_in_batch: targets of the full step.
-            shift_labels: whether the targets are shifted; None if the model decides.
-
-        Raises:
-            ValueError: there are no labels.
-        """
-        if labels is None:
-            raise ValueError("label_smoothing_factor needs a batch with 'labels'; this one has none")
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        if self._shifts if shift_labels is None else shift_labels:
-            logits, labels = logits[..., :-1, :], labels[..., 1:]
-        total = nn.functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).float(),
-            labels.reshape(-1),
-            ignore_index=IGNORED_TARGET,
-            label_smoothing=self.epsilon,
-            reduction="sum",
-        )
-        return total / (labels.ne(IGNORED_TARGET).sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-@dataclass(slots=True)
-class StepScope:
-    """Hold the data of the current step, for the functions called within it.
-
-    It is a separate object so that a step assigns nothing to the Trainer, which checks all assignments to it.
-
-    Attributes:
-        size: micro-batches of the step.
-        size_was_read: whether `current_gradient_accumulation_steps` was read; by whom is for its reader to know.
-        is_last: whether the micro-batch is the last of its step; True outside a step.
-        weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
-        total: samples of the micro-batch on all ranks; None if each rank knows only its own, and outside a batch.
-        loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
-        outputs: the model's outputs for this micro-batch, if a callback wants them.
-        metrics: the window that `log_metric` adds to: of a run, or of an evaluation; None outside both.
-    """
-
-    size: int = 1
-    size_was_read: bool = False
-    is_last: bool = True
-    weight: float = 1.0
-    total: int | None = None
-    loss: torch.Tensor | None = None
-    outputs: Any = None
-    metrics: MetricWindow | None = None
-
-    @contextmanager
-    def separate_window(self, collectives: Collectives) -> Iterator[MetricWindow]:
-        """Collect metrics logged inside the block apart from those of training."""
-        outer, window = self.metrics, MetricWindow(collectives)
-        self.metrics = window
-        try:
-            yield window
-        finally:
-            self.metrics, self.weight, self.total = outer, 1.0, None

@@ -22,6 +22,7 @@ from tr_args import TrainingArguments
 from tr_core.model_io import base_model
 from tr_core.optim.optimizers import describe
 from tr_core.state import TrainerState
+from tr_core.whole_file import write_whole
 from tr_log import get_logger
 from tr_log.formatting import TIMINGS
 
@@ -120,7 +121,7 @@ def write_model_card(run: TrainedRun, details: CardDetails) -> None:
         )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(model_card(run, details), encoding="utf-8")
+    write_whole(path, model_card(run, details))
 
 
 def model_card(run: TrainedRun, details: CardDetails) -> str:

@@ -1,10 +1,15 @@
-"""Define what training, evaluation and prediction return, and what `compute_metrics` receives."""
+"""Define what training, evaluation and prediction return, what `compute_metrics` gets, and how metrics are written."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from tr_core.whole_file import write_whole
+from tr_log.formatting import printable
 
 
 class TrainOutput(NamedTuple):
@@ -101,3 +106,41 @@ def speed_metrics(
         if count is not None and elapsed_s > 0
     }
     return {f"{split}_runtime": round(elapsed_s, 4), **rates}
+
+
+def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:
+    """Write `<split>_results.json`, and merge the metrics into `all_results.json` if `combined`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / f"{split}_results.json", metrics)
+    if combined:
+        merged = folder / "all_results.json"
+        earlier = json.loads(merged.read_text(encoding="utf-8")) if merged.exists() else {}
+        _write_json(merged, {**earlier, **metrics})
+
+
+def format_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics in readable form: run times as h:m:s, operations in GF, numbers to four decimals."""
+    readable: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if name.endswith("_runtime"):
+            minutes, seconds = divmod(value, 60)
+            hours, minutes = divmod(int(minutes), 60)
+            readable[name] = f"{hours}:{minutes:02d}:{seconds:05.2f}"
+        elif name == "total_flos":
+            readable[name] = f"{value / 2**30:.0f}GF"
+        elif "_mem_" in name:
+            readable[name] = f"{value >> 20}MB"
+        else:
+            readable[name] = round(value, 4) if isinstance(value, float) else value
+    return readable
+
+
+def metric_lines(readable: dict[str, Any]) -> list[str]:
+    """Return one aligned line for each of the metrics that `format_metrics` returned, sorted by name."""
+    texts = {printable(name): printable(str(value)) for name, value in readable.items()}
+    names, values = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
+    return [f"  {name:<{names}} = {texts[name]:>{values}}" for name in sorted(texts)]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(content, indent=4, sort_keys=True) + "\n")

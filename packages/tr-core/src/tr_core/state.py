@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_core.checkpoint.log_files import FOLDER, LogFiles
+from tr_core.whole_file import write_whole
 from tr_log import get_logger
 from tr_log.bounded_text import ContentError, load_json
 from tr_log.formatting import to_strict
@@ -107,7 +108,7 @@ class TrainerState:
     def save_to_json(self, json_path: str | Path) -> None:
         """Write the state as strict JSON: sorted keys, and NaN or infinite numbers as strings."""
         text = json.dumps(to_strict(self.state_dict()), indent=2, sort_keys=True, allow_nan=False) + "\n"
-        Path(json_path).write_text(text, encoding="utf-8")
+        write_whole(Path(json_path), text)
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:

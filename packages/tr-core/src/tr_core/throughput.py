@@ -11,9 +11,9 @@ from torch import nn
 
 from tr_core.data.sampler import MicroBatch
 from tr_core.flops import ModelFacts, look_at, num_positions, num_targets, peak_flops, peak_of_environment
-from tr_core.loss import StepScope
 from tr_core.model_io import batch_size_of
 from tr_core.runtime.memory import memory_in_use
+from tr_core.step_scope import StepScope
 from tr_log.phases import START, PhaseClock
 
 

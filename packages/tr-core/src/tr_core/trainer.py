@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_args.serialization import make_folders_absolute
-from tr_core import loss_look
+from tr_core import loss_look, results
 from tr_core.batch_size_search import run_epochs_within_memory
 from tr_core.callback import CallbackList, adopted
 from tr_core.callbacks.defaults import default_callbacks
@@ -34,9 +34,9 @@ from tr_core.callbacks.evaluation_weights import (
 )
 from tr_core.capture.conditions import check_step_compile
 from tr_core.changes import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, check_same_process, values_when_built
-from tr_core.checkpoint import own_layout, saving
+from tr_core.checkpoint import overrides, saving
 from tr_core.checkpoint.adapters import restore_parts
-from tr_core.checkpoint.own_loading import OwnLoading
+from tr_core.checkpoint.overrides import OwnLoading
 from tr_core.checkpoint.restoring import Resume, find_checkpoint, resume_run, source_of
 from tr_core.checkpoint.saving import readable_model_parts
 from tr_core.checkpoint.settings import Settings
@@ -45,7 +45,6 @@ from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.compat.attributes import TransformersAttributes
 from tr_core.compat.refused_hooks import refuse_unknown_hooks
 from tr_core.data.batches import AskedBatches, TakeBatches
-from tr_core.data.limits import dev_run_arguments, evaluates_training_batches, limited_batches, training_batches
 from tr_core.data.loaders import (
     LoaderCache,
     SeededLoader,
@@ -57,6 +56,7 @@ from tr_core.data.loaders import (
     usual_order,
 )
 from tr_core.data.sampler import MicroBatch, call_sampler_method
+from tr_core.data.short_runs import dev_run_arguments, evaluates_training_batches, limited_batches, training_batches
 from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics, record_best
 from tr_core.evaluation.evaluation_loop import (
     EvaluationLoop,
@@ -67,9 +67,10 @@ from tr_core.evaluation.evaluation_loop import (
 )
 from tr_core.evaluation.gather import gather_tree, map_objects, map_tensors
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetric, is_streaming
+from tr_core.label_smoothing import LabelSmoother
 from tr_core.log_window import store_counts
 from tr_core.loop import evaluate_and_report, log_evaluate_save, run_epochs
-from tr_core.loss import Division, LabelSmoother, LossRule, StepScope, split_loss
+from tr_core.loss import Division, LossRule, split_loss
 from tr_core.metric_means import MetricWindow
 from tr_core.model import is_left_in_place, place_on_device
 from tr_core.model_card import CardDetails, TrainedRun, Words, write_model_card
@@ -125,6 +126,7 @@ from tr_core.session import (
 from tr_core.signatures import is_overridden, one_of_two_names, takes_argument, with_count
 from tr_core.start import begin_run, stage
 from tr_core.state import EventContext, TrainerControl, TrainerState
+from tr_core.step_scope import StepScope
 from tr_core.trainer_methods import TrainerMethods
 from tr_core.validation import (
     check_args,
@@ -395,7 +397,7 @@ class Trainer(TransformersAttributes):
             self.chosen.assign(name, value)
         if name in ACTS_NEXT_STEP:
             if self.is_in_train:
-                self._set("has_assignments", True)
+                self.has_assignments = True
             else:
                 self._derive()
 
@@ -873,7 +875,7 @@ class Trainer(TransformersAttributes):
                 self._load_final_weights()
                 return TrainOutput(self.state.global_step, last_train_loss(self.state), {})
             log_run_start(run, self.get_num_trainable_parameters())
-            self._set("current_run", run)
+            self.current_run = run
             at_end.callback(self._set, "current_run", None)
             with (
                 self._training_strategy(run.optimizer, run.plan, run.use_strategy),
@@ -1072,12 +1074,12 @@ class Trainer(TransformersAttributes):
 
     def _split_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
-        self._set("splits_sequences", False)
+        self.splits_sequences = False
         try:
             with context():
                 return Trainer.training_step(self, model, inputs, num_items_in_batch)
         finally:
-            self._set("splits_sequences", True)
+            self.splits_sequences = True
 
     def compute_loss(
         self,
@@ -1340,17 +1342,17 @@ class Trainer(TransformersAttributes):
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
         """Print metrics in readable form, on the main process."""
         if self.is_world_process_zero():
-            lines = [f"***** {split} metrics *****", *saving.metric_lines(self.metrics_format(metrics))]
+            lines = [f"***** {split} metrics *****", *results.metric_lines(self.metrics_format(metrics))]
             write_line(sys.stdout, "\n".join(lines))
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Return metrics in `log_metrics` form: run times as h:m:s, operations in GF, numbers to four decimals."""
-        return saving.format_metrics(metrics)
+        return results.format_metrics(metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
         """Write metrics to `<split>_results.json`, and with `combined` also to `all_results.json`."""
         if self.is_world_process_zero():
-            saving.save_metrics(Path(self.args.output_dir), split, metrics, combined)
+            results.save_metrics(Path(self.args.output_dir), split, metrics, combined)
 
     # The Hub
 
@@ -1817,7 +1819,7 @@ class Trainer(TransformersAttributes):
     def _set_signature_columns_if_needed(self) -> None:
         """Set `_signature_columns`, the columns that a collator sees, unless they are set; None shows all."""
         if self._signature_columns is None:
-            self._set("_signature_columns", kept_columns(self.model, self.label_names))
+            self._signature_columns = kept_columns(self.model, self.label_names)
 
     def _shown_columns(self) -> list[str] | None:
         columns = self._signature_columns
@@ -1825,7 +1827,7 @@ class Trainer(TransformersAttributes):
             self._set_signature_columns_if_needed()
             columns = self._signature_columns
             if not self.overrides("_set_signature_columns_if_needed"):
-                self._set("_signature_columns", None)  # found again for each loader: the model may be another one
+                self._signature_columns = None  # found again for each loader: the model may be another one
         return columns
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
@@ -1882,7 +1884,7 @@ class Trainer(TransformersAttributes):
             self.fire("on_push_begin")
         if self.overrides("_save_checkpoint"):
             folder = self.checkpointer().path(self.state.global_step)
-            self._set("_begun_folder", None if folder.exists() else folder)  # the override may make it, and write files
+            self._begun_folder = None if folder.exists() else folder  # the override may make it, and write files
         with self.saving(run):
             self._save_checkpoint(self.model_wrapped, self.trial)
 
@@ -1890,11 +1892,11 @@ class Trainer(TransformersAttributes):
     def saving(self, run: Any) -> Iterator[None]:
         """Return a block in which `_save_checkpoint` saves this run."""
         before = self._saved_run
-        self._set("_saved_run", run)
+        self._saved_run = run
         try:
             yield
         finally:
-            self._set("_saved_run", before)
+            self._saved_run = before
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint of the current step; called by the run. Collective."""
@@ -1913,8 +1915,8 @@ class Trainer(TransformersAttributes):
                 checkpointer.wait()
                 self._push_from_checkpoint(str(checkpointer.path(self.state.global_step)))
         finally:
-            self._set("_state_to_save", None)
-            self._set("_begun_folder", None)
+            self._state_to_save = None
+            self._begun_folder = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: the Hub's callback pushes. An override is called for each checkpoint with `push_to_hub`."""
@@ -1946,12 +1948,12 @@ class Trainer(TransformersAttributes):
 
     def _save_with_own_files(self) -> None:
         name, run = self.checkpointer().path(self.state.global_step).name, self._saved_run
-        folder = Path(self.args.output_dir, own_layout.FOLDER, name)
+        folder = Path(self.args.output_dir, overrides.FOLDER, name)
         with ExitStack() as saved:
             with self.optimizer_in_evaluation():  # the weights that the checkpoint holds
                 if self.has_own_layout:
-                    self._set("_state_to_save", self.strategy.full_state_dict(self.model_wrapped))
-                files = own_layout.written_files(
+                    self._state_to_save = self.strategy.full_state_dict(self.model_wrapped)
+                files = overrides.written_files(
                     folder, self._save_own_files, self.strategy, writes=self.args.should_save
                 )
                 move = saved.enter_context(files)
@@ -1961,7 +1963,7 @@ class Trainer(TransformersAttributes):
                     self._save_companions(into)
                 move(into)
 
-            with own_layout.set_aside(self._begun_folder if self.args.should_save else None, folder):
+            with overrides.set_aside(self._begun_folder if self.args.should_save else None, folder):
                 saving.save_checkpoint(run, write)
 
     def _save_own_files(self, folder: Path) -> None:
@@ -1972,13 +1974,13 @@ class Trainer(TransformersAttributes):
             self.save_model(str(folder), **internal)
         elif self.overrides("_save"):
             self._save(str(folder), state_dict=self._state_to_save)
-        self._set("_is_saving_beside", True)
+        self._is_saving_beside = True
         try:
             for name in () if self.args.save_only_model else _SAVED_BESIDE:
                 if self.overrides(name):
                     getattr(self, name)(str(folder))
         finally:
-            self._set("_is_saving_beside", False)
+            self._is_saving_beside = False
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder, on the main process; called on all."""
@@ -2004,11 +2006,11 @@ class Trainer(TransformersAttributes):
         if found.step is None:
             return None
         folder = str(found.source)
-        self._set("_found_at", {folder: source_of(resume) or folder})
+        self._found_at = {folder: source_of(resume) or folder}
         try:
             self._load_from_checkpoint(folder)
         finally:
-            self._set("_found_at", {})
+            self._found_at = {}
         self.prepare()  # it may have put modules into the model
         return found
 
@@ -2053,18 +2055,15 @@ class Trainer(TransformersAttributes):
             "_load_rng_state": {},
         }
         can_put_back = not self.strategy.binds_optimizer
-        self._set(
-            "_loadings",
-            {
-                name: OwnLoading(name, held, can_put_back=can_put_back)
-                for name, held in parts.items()
-                if self.overrides(name)
-            },
-        )
+        self._loadings = {
+            name: OwnLoading(name, held, can_put_back=can_put_back)
+            for name, held in parts.items()
+            if self.overrides(name)
+        }
         try:
             yield self._load_by_overrides
         finally:
-            self._set("_loadings", {})
+            self._loadings = {}
 
     def _load_by_overrides(self, folder: str) -> None:
         for name, loading in self._loadings.items():
@@ -2106,11 +2105,11 @@ class Trainer(TransformersAttributes):
     def _take(self, batches: AskedBatches, size: int) -> tuple[list[MicroBatch], torch.Tensor | None]:
         batches.begin_step(size)
         device = self.strategy.device
-        self._set("_asked", batches)
+        self._asked = batches
         try:
             inputs, count = self.get_batch_samples(batches, size, device)
         finally:
-            self._set("_asked", None)
+            self._asked = None
         return batches.returned(inputs), None if count is None else torch.as_tensor(count, device=device).reshape(())
 
     # After a step
@@ -2131,7 +2130,7 @@ class Trainer(TransformersAttributes):
         loss, began_s = window.loss_sum.clone(), time.time() - (time.perf_counter() - window.start_s)
         window.loss_sum, unchanged = loss, loss._version  # changed in place: a tensor that no one else has
         ended = position.is_at_epoch_end and position.samples == 0  # the position is in the next epoch then
-        self._set("_has_run_due", False)
+        self._has_run_due = False
         with self.saving(run):
             self._maybe_log_save_evaluate(
                 loss,
@@ -2177,7 +2176,7 @@ class Trainer(TransformersAttributes):
             if learning_rate is not None:
                 window.learning_rate = learning_rate
         run.ignore_keys = ignore_keys_for_eval
-        self._set("_has_run_due", True)
+        self._has_run_due = True
         try:
             log_evaluate_save(run)
         finally:

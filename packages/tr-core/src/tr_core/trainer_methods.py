@@ -13,10 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_args import TrainingArguments
 from tr_core.callback import CallbackList
 from tr_core.data.batches import TakeBatches
-from tr_core.loss import LossRule, StepScope
+from tr_core.loss import LossRule
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState
+from tr_core.step_scope import StepScope
 
 
 class TrainerMethods(Protocol):

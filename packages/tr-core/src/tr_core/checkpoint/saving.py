@@ -1,9 +1,8 @@
-"""Save models, checkpoints, metrics and the trainer's state to the output folder."""
+"""Save models and checkpoints to the output folder."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from tr_core.runtime.run_context import UseCache
 from tr_core.signatures import takes_argument
 from tr_core.state import SavedState, TrainerState
 from tr_log import get_logger
-from tr_log.formatting import printable
 
 logger = get_logger("tr_core.trainer")
 
@@ -213,40 +211,6 @@ def find_hub(callbacks: Sequence[Any], args: TrainingArguments) -> Any:
     return next(pushing, None) or plugins.load("tr.callbacks", "hub")(args)
 
 
-def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:
-    """Write `<split>_results.json`, and merge the metrics into `all_results.json` if `combined`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / f"{split}_results.json", metrics)
-    if combined:
-        merged = folder / "all_results.json"
-        earlier = json.loads(merged.read_text(encoding="utf-8")) if merged.exists() else {}
-        _write_json(merged, {**earlier, **metrics})
-
-
-def format_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return metrics in readable form: run times as h:m:s, operations in GF, numbers to four decimals."""
-    readable: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if name.endswith("_runtime"):
-            minutes, seconds = divmod(value, 60)
-            hours, minutes = divmod(int(minutes), 60)
-            readable[name] = f"{hours}:{minutes:02d}:{seconds:05.2f}"
-        elif name == "total_flos":
-            readable[name] = f"{value / 2**30:.0f}GF"
-        elif "_mem_" in name:
-            readable[name] = f"{value >> 20}MB"
-        else:
-            readable[name] = round(value, 4) if isinstance(value, float) else value
-    return readable
-
-
-def metric_lines(readable: dict[str, Any]) -> list[str]:
-    """Return one aligned line for each of the metrics that `format_metrics` returned, sorted by name."""
-    texts = {printable(name): printable(str(value)) for name, value in readable.items()}
-    names, values = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
-    return [f"  {name:<{names}} = {texts[name]:>{values}}" for name in sorted(texts)]
-
-
 def _holds(model: Any, state: dict[str, Any]) -> bool:
     """Whether a model's own weights are those of `state` and not sharded, so that its own method can write them."""
     # Not by its state_dict(): a strategy may make that a collective, and only rank 0 runs this.
@@ -256,10 +220,6 @@ def _holds(model: Any, state: dict[str, Any]) -> bool:
         for name, tensor in state.items()
         if isinstance(tensor, torch.Tensor)
     )
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=4, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _without_aliases(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from tr_args import TrainingArguments
 from tr_core.data.loaders import SeededLoader, seed_order
 from tr_core.evaluation.gather import gather_tree, map_tensors
-from tr_core.loss import StepScope
 from tr_core.model_io import to_device
 from tr_core.protocols import Strategy
+from tr_core.step_scope import StepScope
 
 _KINDS = {"ddp": ("MULTI_GPU", "MULTI_CPU"), "fsdp": ("FSDP", "FSDP"), "deepspeed": ("DEEPSPEED", "DEEPSPEED")}
 

@@ -13,7 +13,7 @@ import torch
 from tr_core.compat.accelerator import StrategyAccelerator
 from tr_core.compat.refused_hooks import NOT_SET, REFUSED
 from tr_core.data.loaders import data_seed
-from tr_core.loss import LabelSmoother
+from tr_core.label_smoothing import LabelSmoother
 from tr_core.model_io import IGNORED_TARGET
 
 
@@ -102,7 +102,7 @@ class TransformersAttributes:
             return self.strategy.accelerator
         if self._accelerator is None:
             parts = (lambda: self.strategy, lambda: self.args, self.scope, self._order_seed)
-            self._set("_accelerator", StrategyAccelerator(*parts))
+            self._accelerator = StrategyAccelerator(*parts)
         return self._accelerator
 
     @accelerator.setter
@@ -128,7 +128,7 @@ class TransformersAttributes:
 
     @is_model_parallel.setter
     def is_model_parallel(self: Any, value: bool) -> None:
-        self._set("_is_divided_by_user", bool(value))  # there it keeps DataParallel off, which is not here
+        self._is_divided_by_user = bool(value)  # there it keeps DataParallel off, which is not here
 
     @property
     def hub_model_id(self: Any) -> str | None:
@@ -194,7 +194,7 @@ class TransformersAttributes:
                 f"trainer.gather_function = {function!r} would do nothing: evaluations gather by the strategy; "
                 "override evaluation_loop, which may use it"
             )
-        self._set("_gather_function", function)
+        self._gather_function = function
 
     def __getattr__(self: Any, name: str) -> Any:
         if name in REFUSED:

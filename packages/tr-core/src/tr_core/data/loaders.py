@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from typing import Any
@@ -16,60 +12,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from tr_args import TrainingArguments
-from tr_args.fields.saving import SavingFields
 from tr_core.data.computed_order import ComputedOrder, in_its_memory
 from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.sampler import EpochSampler, UserSampler, draw_permutation, num_micro_batches
 from tr_core.model_io import base_model
+from tr_core.preemption.signals import blocked_signals, ignore_group_signals, saves_on_signal
 from tr_core.protocols import Collectives
-
-
-def saves_on_signal(args: SavingFields) -> bool:
-    """Whether a run with these arguments saves before it ends by a signal."""
-    return args.enable_jit_checkpoint and args.save_strategy != "no"
-
-
-def ignore_group_signals(worker_id: int) -> None:
-    """Ignore signals to the process group in a new worker process of a DataLoader; the parent ends it.
-
-    A terminal sends Ctrl-C to all processes of a group, and launchers and schedulers send SIGTERM or SIGUSR1. A worker
-    that ended by it would end the step before the parent can save, because the parent still needs its batch. So SIGINT
-    and SIGUSR1 are ignored here. Of SIGTERM only the parent's counts, where the system gives the sender. The parent's
-    death ends a worker in any case.
-    """
-    ignored = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, name)]
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
-    if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_exit_on_parent_signal, daemon=True, name="signals of the parent").start()
-
-
-@contextmanager
-def blocked_signals() -> Iterator[None]:
-    """Block stop signals while workers start in this block.
-
-    A worker inherits the blocked signals of its parent. Without this block, a signal to the group could arrive before
-    the worker has called `ignore_group_signals`. It would end that worker, and with it the step.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
-
-
-def _exit_on_parent_signal() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
-
 
 # Options that may be assigned to a built loader. They are read when an iteration begins.
 _OPTIONS = (

@@ -12,16 +12,16 @@ import torch
 
 from tr_args import TrainingArguments
 from tr_core.data.batches import batches_of
-from tr_core.data.limits import dev_run_batches
 from tr_core.data.sampler import MicroBatch
+from tr_core.data.short_runs import dev_run_batches
 from tr_core.evaluation.gather import check_same_on_ranks, gather_objects, gather_tree, map_objects, outline
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetrics, is_streaming
 from tr_core.evaluation.output_buffer import OutputBuffer
-from tr_core.loss import StepScope
 from tr_core.metric_means import MetricWindow
 from tr_core.model_io import batch_size_of, to_device
 from tr_core.protocols import Strategy
 from tr_core.results import EvalLoopOutput, EvalPrediction
+from tr_core.step_scope import StepScope
 from tr_core.trainer_methods import TrainerMethods
 from tr_log.phases import PhaseClock, active_clock
 

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 
 from tr_args import TrainingArguments
-from tr_core.data.loaders import SeededLoader, saves_on_signal
+from tr_core.data.loaders import SeededLoader
 from tr_core.data.position import DataPosition
-from tr_core.preemption.signals import StopSignals, interrupted
+from tr_core.preemption.signals import StopSignals, interrupted, saves_on_signal
 from tr_core.protocols import Collectives
 from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState

@@ -1,4 +1,4 @@
-"""Record the signals that ask a process to stop. A second one ends the process at once."""
+"""Record the signals that ask a process to stop. A second one ends the process at once; its workers ignore them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from tr_args.fields.saving import SavingFields
 from tr_log import get_logger, info_once
 
 logger = get_logger(__name__)
@@ -207,3 +208,52 @@ def _is_caught_outside_of_python(number: int) -> bool:
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     is_caught = bool(int(caught, 16) >> (number - 1) & 1)
     return is_caught and signal.getsignal(number) == signal.SIG_DFL
+
+
+# Worker processes of data loaders
+
+
+def saves_on_signal(args: SavingFields) -> bool:
+    """Whether a run with these arguments saves before it ends by a signal."""
+    return args.enable_jit_checkpoint and args.save_strategy != "no"
+
+
+def ignore_group_signals(worker_id: int) -> None:
+    """Ignore signals to the process group in a new worker process of a DataLoader; the parent ends it.
+
+    A terminal sends Ctrl-C to all processes of a group, and launchers and schedulers send SIGTERM or SIGUSR1. A worker
+    that ended by it would end the step before the parent can save, because the parent still needs its batch. So SIGINT
+    and SIGUSR1 are ignored here. Of SIGTERM only the parent's counts, where the system gives the sender. The parent's
+    death ends a worker in any case.
+    """
+    ignored = [getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_exit_on_parent_signal, daemon=True, name="signals of the parent").start()
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Block stop signals while workers start in this block.
+
+    A worker inherits the blocked signals of its parent. Without this block, a signal to the group could arrive before
+    the worker has called `ignore_group_signals`. It would end that worker, and with it the step.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def _exit_on_parent_signal() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -8,7 +8,7 @@ from tr_core.callbacks.ema import WeightAverage
 from tr_core.checkpoint.settings import fingerprint
 from tr_core.compat.refused_hooks import REFUSED
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
-from tr_core.loss import LabelSmoother
+from tr_core.label_smoothing import LabelSmoother
 from tr_core.model_io import shifts_targets
 from tr_core.optim.optimizers import optimizer_names
 from tr_core.preemption.signals import Interrupted

@@ -15,7 +15,7 @@ from support.runs import log_of
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from tr_core import EarlyStoppingCallback, PluginError, Trainer, TrainerCallback
-from tr_core.data.limits import FirstBatches, training_batches
+from tr_core.data.short_runs import FirstBatches, training_batches
 
 
 def chunks(items, size):
@@ -222,7 +222,7 @@ def test_a_loader_of_the_users_own_is_shortened_too(make_trained):
     ],
 )
 def test_the_log_says_so_once(make_trainer, heard, changes, line):
-    lines = heard("info", name="tr_core.data.limits")
+    lines = heard("info", name="tr_core.data.short_runs")
     make_trainer(**changes).train()
     assert lines == [line]
 
@@ -391,7 +391,7 @@ def test_the_trial_is_the_beginning_of_the_run_it_stands_for(make_trained):
 
 
 def test_the_log_says_so_in_one_line(trial, heard, tmp_path):
-    lines = heard("info", name="tr_core.data.limits")
+    lines = heard("info", name="tr_core.data.short_runs")
     trial(fast_dev_run=2)[0].train()
     assert lines == [
         "fast_dev_run=2: 2 training steps, and as many batches of every evaluation and prediction; no checkpoints, "
