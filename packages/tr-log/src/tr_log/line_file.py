@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tr_log.loggers import get_logger
 
@@ -70,6 +72,14 @@ class LineFile:
             return []
         # Not splitlines(): it also splits at NEL, U+2028 and others, which values may contain.
         return content.decode("utf-8", "replace").split("\n")[:-1]
+
+    def read_objects(self) -> list[dict[str, Any] | None]:
+        """Return what each complete line holds, a JSON object; None for a line that holds none.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        return [_object(line) for line in self.read()]
 
     def set_aside(self) -> Path | None:
         """Rename the file to the next free one of `metrics-1.jsonl`, `metrics-2.jsonl`, ...
@@ -183,6 +193,14 @@ def _sync(descriptor: int) -> None:
         # Some file systems cannot sync. On those, a power cut may lose both the old and the new lines.
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
             raise
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        item = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return item if isinstance(item, dict) else None
 
 
 def _encoded(text: str) -> bytes:

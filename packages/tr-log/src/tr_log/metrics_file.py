@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,11 +65,10 @@ class MetricsFile(EveryEvent):
             OSError: the file could not be read.
         """
         lines = file.read()
-        decoded = [_decoded(line) for line in lines]
-        unreadable = decoded.count(None)
-        if unreadable:
+        entries = [entry for entry in file.read_objects() if entry and isinstance(entry.get("step"), int)]
+        if unreadable := len(lines) - len(entries):
             logger.warning("%s: %d of %d lines are not readable and are dropped", file.path, unreadable, len(lines))
-        kept = [to_json(entry) for entry in _until([e for e in decoded if e is not None], step, history)]
+        kept = [to_json(entry) for entry in _until(entries, step, history)]
         if kept != lines:
             file.replace(kept)
         return len(kept), len(lines)
@@ -137,14 +135,6 @@ class MetricsFile(EveryEvent):
                 left,
                 before,
             )
-
-
-def _decoded(line: str) -> Entry | None:
-    try:
-        entry = json.loads(line)
-        return entry if isinstance(entry["step"], int) else None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
 
 
 def _until(entries: Sequence[Entry], step: int, history: Sequence[Entry]) -> list[Entry]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tr_log.events_file import EVENTS_FILE, process_start
+from tr_log.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 DEPTH = 3
@@ -100,8 +100,8 @@ class RunFolder:
             OSError: a file cannot be read.
         """
         news_s = max((seen[1] for seen in files_of(path)), default=0) / 1e9
-        metrics, bad_metrics = _lines(path / METRICS_FILE)
-        events, bad_events = _lines(path / EVENTS_FILE)
+        lines = {name: LineFile(path / name).read_objects() for name in (METRICS_FILE, EVENTS_FILE)}
+        metrics, events = ([item for item in found if item is not None] for found in lines.values())
         if not metrics and not events:
             raise FileNotFoundError(
                 f"{path} is not the folder of a run: it has no entry in {METRICS_FILE} or {EVENTS_FILE}; give the "
@@ -109,7 +109,8 @@ class RunFolder:
             )
         entries = [entry for entry in metrics if isinstance(entry.get("step"), int)]
         numbers = [_numbers(entry) for entry in entries]
-        return cls(path, path.resolve().name, numbers, _sessions(events), bad_metrics + bad_events, news_s)
+        unreadable = sum(found.count(None) for found in lines.values())
+        return cls(path, path.resolve().name, numbers, _sessions(events), unreadable, news_s)
 
     @property
     def status(self) -> str:
@@ -164,24 +165,6 @@ class RunFolder:
     def newest(self, name: str) -> float | None:
         """Return the last logged value of a name; None if it was never logged."""
         return next((entry[name] for entry in reversed(self.entries) if name in entry), None)
-
-
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0
-    objects, bad = [], 0
-    for line in content.decode("utf-8", "replace").split("\n")[:-1]:
-        try:
-            item = json.loads(line)
-        except (ValueError, RecursionError):
-            item = None
-        if isinstance(item, dict):
-            objects.append(item)
-        else:
-            bad += 1
-    return objects, bad
 
 
 def _numbers(entry: dict[str, Any]) -> dict[str, Any]:
