@@ -151,7 +151,7 @@ def pythons(session: nox.Session) -> None:
 
 
 def _all_packages(session: nox.Session, *constraints: str) -> None:
-    session.install(*PYTEST, "huggingface_hub", "tensorboard", *EVERYTHING, *constraints)
+    session.install(*PYTEST, "huggingface_hub", "optuna", "tensorboard", *EVERYTHING, *constraints)
     failed = []
     for package in NAMES:  # one by one: their conftest files differ
         try:
@@ -166,7 +166,7 @@ def _all_packages(session: nox.Session, *constraints: str) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test the packages together, with transformers, several processes and launchers."""
-    optional = (*ADAPTERS, *TRANSLATION, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4", "torchdata>=0.11")
+    optional = (*ADAPTERS, *TRANSLATION, "huggingface_hub", "torchmetrics>=1.4", "optuna>=4.3", "torchdata>=0.11")
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *optional, *CONSTRAINTS)
     # pyproject.toml leaves out folders that have sessions of their own; of the tests of habits, `parity` has these.
     ignored = (*(f"--ignore={path}" for path in HOUSE), "--ignore-glob=tests/habits/test_subclass_*")
@@ -237,7 +237,7 @@ def robustness(session: nox.Session) -> None:
 @nox.session
 def parity(session: nox.Session) -> None:
     """Compare with the Trainer of transformers 5.23: data order, losses, logs, events, weights."""
-    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, "optuna>=4", *CONSTRAINTS)
+    session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *ADAPTERS, "optuna>=4.3", *CONSTRAINTS)
     # They require what they do not use here.
     session.install("--no-deps", "galore-torch", "lomo-optim", "fira", *CONSTRAINTS)
     compared = ("tests/parity", "tests/habits", "packages/tr-optim/tests")
@@ -257,7 +257,7 @@ def ecosystem(session: nox.Session) -> None:
     session.install("--no-deps", *MORE_LIBRARIES, *CONSTRAINTS)
     tested = ("pytest", *PARALLEL, "tests/ecosystem", *session.posargs)
     if session.posargs[:1] == ["--reference-tests"]:
-        session.install("parameterized", "optuna>=4", "timeout-decorator", *CONSTRAINTS)
+        session.install("parameterized", "optuna>=4.3", "timeout-decorator", *CONSTRAINTS)
         session.install("--no-deps", "bitsandbytes", "galore-torch", "lomo-optim", *CONSTRAINTS)
         tested = ("python", "tests/ecosystem/reference_tests.py", *session.posargs[1:])
     elif session.posargs[:1] == ["--official-examples"]:

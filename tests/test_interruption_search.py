@@ -1,8 +1,8 @@
 """A search that a signal interrupts keeps its trial as a running one, and goes on with it."""
 
-import json
 import signal
 
+import optuna
 import pytest
 import torch
 from shared.data import rows
@@ -59,8 +59,9 @@ def search(folder, callback=None, resume=False, **changes):
 
 
 def states(folder):
-    entries = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    return {entry["trial"]: entry["state"] for entry in entries if "state" in entry}
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
+    study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(backend))
+    return {trial.number: trial.state.name.lower() for trial in study.trials}
 
 
 @pytest.mark.parametrize(("event", "step", "stopped"), [("on_step_begin", 7, 8), ("on_prediction_step", 6, 6)])

@@ -1,7 +1,5 @@
 """Searches with checkpoints, with Optuna, and in several processes."""
 
-import json
-
 import optuna
 import pytest
 import torch
@@ -63,6 +61,12 @@ def space(trial):
 
 def name(trial):
     return str(trial.number)
+
+
+def trials(folder):
+    """Read the trials of a search as any program that knows Optuna does."""
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
+    return optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(backend)).trials
 
 
 # Checkpoints
@@ -140,8 +144,7 @@ def test_a_search_with_a_seed_keeps_its_finished_trials_and_repeats_no_draw(tmp_
     calls = []
     with pytest.raises(Interrupted):
         make_trainer(tmp_path).hyperparameter_search(space, objective, **options())
-    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    kept = {line["trial"]: line["values"] for line in lines if line.get("state") == "complete"}
+    kept = {trial.number: trial.values for trial in trials(tmp_path) if trial.state.name == "COMPLETE"}
     best = make_trainer(tmp_path).hyperparameter_search(space, resume=True, **options())
     assert kept
     assert {number: best.run_summary[number]["values"] for number in kept} == kept
@@ -159,9 +162,8 @@ def test_a_search_without_a_seed_keeps_its_finished_trials(tmp_path):
     calls = []
     with pytest.raises(Interrupted):
         make_trainer(tmp_path).hyperparameter_search(space, interrupting, backend="optuna", n_trials=5)
-    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    kept = {line["trial"]: line["values"] for line in lines if line.get("state") == "complete"}
-    begun = {line["trial"]: line["params"] for line in lines if line.get("state") == "running"}
+    kept = {trial.number: trial.values for trial in trials(tmp_path) if trial.state.name == "COMPLETE"}
+    begun = {trial.number: trial.params for trial in trials(tmp_path) if trial.state.name == "RUNNING"}
     best = make_trainer(tmp_path).hyperparameter_search(space, backend="optuna", n_trials=5, resume=True)
     assert [trial["number"] for trial in best.run_summary] == list(range(5))
     assert {number: best.run_summary[number]["values"] for number in kept} == kept
@@ -179,6 +181,29 @@ def test_a_study_in_a_storage_is_gone_on_with(tmp_path):
     assert len(study.trials) == 4
     assert study.best_value == best.objective
     assert str(study.best_trial.number) == best.run_id
+
+
+def test_processes_with_one_storage_have_trials_of_their_own(tmp_path):
+    options = {"storage": f"sqlite:///{tmp_path}/study.db", "study_name": "mine", "load_if_exists": True}
+    for folder in ("first", "second"):
+        found = make_trainer(tmp_path / folder).hyperparameter_search(space, **study_options(n_trials=2, **options))
+        assert len(found.run_summary) == 2
+    study = optuna.load_study(study_name="mine", storage=options["storage"])
+    assert (len(study.trials), str(study.best_trial.number)) == (4, found.run_id)
+    again = make_trainer(tmp_path / "first").hyperparameter_search(
+        space, resume=True, **study_options(n_trials=3, **options)
+    )
+    assert [trial["number"] for trial in again.run_summary] == [0, 1, 4]
+    with pytest.raises(ValueError, match=r"the study 'mine' is of another search: .*'minimize'.*, not .*'maximize'"):
+        make_trainer(tmp_path / "third").hyperparameter_search(
+            space, direction="maximize", **study_options(n_trials=1, **options)
+        )
+
+
+def test_a_sampler_that_knows_its_last_trial_ends_the_search(tmp_path):
+    sampler = optuna.samplers.GridSampler({"learning_rate": [0.01, 0.1], "optim": ["sgd"]})
+    best = make_trainer(tmp_path).hyperparameter_search(space, **study_options(sampler=sampler))
+    assert sorted(trial["params"]["learning_rate"] for trial in best.run_summary) == [0.01, 0.1]
 
 
 def test_optunas_own_exception_prunes_a_trial(tmp_path):
@@ -260,8 +285,7 @@ def test_all_ranks_make_the_trials_of_rank_0(tmp_path, backend):
     states = [trial["state"] for trial in first[0].run_summary]
     assert len(states) == 5
     assert ("pruned" in states) == (backend == "optuna")
-    lines = (tmp_path / "out" / "trials.jsonl").read_text().splitlines()
-    assert len([line for line in lines if '"running"' in line]) == 5
+    assert len(trials(tmp_path / "out")) == 5
 
 
 def test_an_error_in_the_space_is_one_of_all_ranks(tmp_path):

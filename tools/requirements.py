@@ -20,7 +20,10 @@ BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
 OPTIMIZERS = ("bitsandbytes", "schedulefree", "torch-optimi", "grokadamw", "galore-torch", "lomo-optim")
 
 # Optional libraries whose adapters, or values, are tested with their package; the heavier ones in `trackers`.
-ALONE_EXTRAS = {"tr-args": ("numpy",), "tr-log": ("numpy", "tensorboard"), "tr-ckpt": ("huggingface_hub",)}
+ALONE_EXTRAS = {
+    "tr-args": ("numpy",), "tr-log": ("numpy", "tensorboard"), "tr-ckpt": ("huggingface_hub",),
+    "tr-core": ("optuna>=4.3",),
+}  # fmt: skip
 
 TRACKERS = (
     "clearml", "codecarbon>=3", "comet_ml>=3.41", "dvclive>=3.48", "swanlab", "trackio>=0.40", "mlflow>=3",

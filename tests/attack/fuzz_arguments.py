@@ -14,7 +14,6 @@ from fuzz_batches import Parser
 from tr_args import ArgumentParser, ArgumentsError, TrainingArguments
 from tr_args.testing import convert_text, read_mapping
 from tr_core import TrainerState
-from tr_core.testing import read_trials
 from tr_dist.testing import described_launch, filled_configuration
 
 YAML = b"""# a run
@@ -307,33 +306,13 @@ def _deepspeed() -> Parser:
 
 
 def _histories() -> Parser:
-    """What a run wrote and a later one goes on with: the state, and the trials of a search, by turns."""
-    search = {"search": {"direction": "minimize", "space": {"x": [0, 1]}}}
-    trials = [
-        {"trial": 0, "state": "running", "name": "run-0", "params": {"x": 1}, "arguments": {}, "distributions": {}},
-        {"trial": 0, "reports": {"5": 0.25}},
-        {"trial": 0, "state": "complete", "params": {"x": 1}, "values": [0.5], "distributions": {}, "error": None},
-        {"trial": 1, "state": "running", "name": "run-1", "params": {}, "arguments": {}, "distributions": {}},
-    ]
-    journal = b"".join(json.dumps(entry).encode() + b"\n" for entry in (search, *trials))
-
-    def prepare(data: bytes, number: int) -> Path:
-        return _written(data, "trials.jsonl" if b'"search"' in data[:40] else "trainer_state.json")
-
-    def parse(path: Path) -> None:
-        if path.suffix == ".json":
-            TrainerState.load_from_json(path)
-        else:
-            read_trials(path, search["search"])
-
-    tokens = (
-        *_COMMON,
-        *_JSON,
-        b'"trial": 2',
-        b'"values": ',
-        b'"reports": {"a": 1}',
-        b"\n",
-        b'"state": "complete"',
-        b'"log_history": ',
+    """What a run wrote and a later one goes on with."""
+    tokens = (*_COMMON, *_JSON, b"\n", b'"log_history": ')
+    return Parser(
+        "states",
+        (STATE,),
+        tokens,
+        TrainerState.load_from_json,
+        lambda data, _: _written(data, "trainer_state.json"),
+        (ValueError,),
     )
-    return Parser("states and trials", (STATE, journal), tokens, parse, prepare, (ValueError,))

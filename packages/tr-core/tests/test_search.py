@@ -1,7 +1,7 @@
 """A search makes one run a trial, keeps what it found, and resumes where it stopped."""
 
-import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from support.models import Classifier
 from tr_args.testing import Later, facts
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.search import BestRun, TrialPrunedError, default_compute_objective
-from tr_core.search.journal import Journal, TrialRecord
-from tr_core.search.search import choose_best, on_rank_zero
+from tr_core.search.search import on_rank_zero
+
+optuna = pytest.importorskip("optuna", reason="a search needs optuna")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def space(trial):
@@ -33,10 +35,10 @@ def make_search(make_trainer):
     return build
 
 
-def lines(trainer):
-    path = trainer.args.output_dir + "/trials.jsonl"
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+def study(folder):
+    """Read the study of a search as any program that knows Optuna does."""
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
+    return optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(backend))
 
 
 class Recorder(TrainerCallback):
@@ -281,12 +283,11 @@ def test_runs_of_a_search_are_not_pushed(make_search):
         trainer.hyperparameter_search(space)
 
 
-def test_optuna_is_named_where_it_is_missing(make_search, monkeypatch):
+@pytest.mark.parametrize("backend", [None, "grid", "optuna"])
+def test_optuna_is_named_where_it_is_missing(make_search, monkeypatch, backend):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(
-        ImportError, match=r"needs optuna; pip install 'tr-core\[optuna\]', or search with backend='ran"
-    ):
-        make_search().hyperparameter_search(space, backend="optuna")
+    with pytest.raises(ImportError, match=r"hyperparameter_search needs optuna; pip install 'tr-core\[optuna\]'"):
+        make_search().hyperparameter_search(space, backend=backend)
 
 
 # Objectives
@@ -346,10 +347,13 @@ def test_a_trial_whose_objective_is_nan_fails_and_is_not_the_best(make_search):
     assert best.run_summary[0]["error"] == "an objective is NaN"
 
 
-def test_the_earliest_of_equal_trials_is_the_best():
-    records = [TrialRecord(number, "complete", values=[value]) for number, value in enumerate([2.0, 1.0, 1.0])]
-    assert choose_best(records, ["minimize"]).run_id == "1"
-    assert choose_best(records, ["maximize"]).run_id == "0"
+@pytest.mark.parametrize(("direction", "best"), [("minimize", "1"), ("maximize", "0")])
+def test_the_earliest_of_equal_trials_is_the_best(make_search, direction, best):
+    given = iter([2.0, 1.0, 1.0, 2.0])
+    found = make_search(eval_strategy="no").hyperparameter_search(
+        lambda trial: {}, lambda metrics: next(given), n_trials=4, direction=direction
+    )
+    assert found.run_id == best
 
 
 def test_a_search_without_a_complete_trial_says_so(make_search):
@@ -388,7 +392,7 @@ def test_a_callback_may_prune_a_trial(make_search):
 
 def test_no_trial_begins_after_the_time_is_up(make_search, monkeypatch):
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("tr_core.search.search.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("tr_core.search.search.time", SimpleNamespace(monotonic=lambda: next(clock)))
     best = make_search().hyperparameter_search(space, n_trials=9, timeout=25)
     assert len(best.run_summary) == 2
 
@@ -434,6 +438,48 @@ def test_a_grid_knows_all_its_values_before_the_model_is_made(make_search):
         trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}, backend="grid")
 
 
+def test_a_grid_follows_a_space_that_depends_on_its_own_values(make_search):
+    def conditional(trial):
+        name = trial.suggest_categorical("optim", ["sgd", "adamw_torch"])
+        return {"optim": name} | ({"weight_decay": trial.suggest_float("w", 0, 1, step=0.5)} if name == "sgd" else {})
+
+    best = make_search().hyperparameter_search(conditional, backend="grid")
+    found = [trial["arguments"] for trial in best.run_summary]
+    assert found == [{"optim": "sgd", "weight_decay": w} for w in (0, 0.5, 1)] + [{"optim": "adamw_torch"}]
+
+
+POINTS = [
+    (lambda t: t.suggest_float("x", 1e-4, 1e-2, log=True), [1e-4, 1e-3, 1e-2]),
+    (lambda t: t.suggest_float("x", 0, 1), [0, 0.5, 1]),
+    (lambda t: t.suggest_int("x", 1, 100, log=True), [1, 10, 100]),
+]
+
+
+@pytest.mark.parametrize(("suggest", "expected"), POINTS)
+def test_a_range_without_steps_needs_points_for_a_grid(make_search, suggest, expected):
+    def one(trial):
+        return {"weight_decay": suggest(trial)}
+
+    with pytest.raises(ValueError, match="'x' has no steps to make a grid of; give step=, choices, points="):
+        make_search().hyperparameter_search(one, backend="grid")
+    best = make_search().hyperparameter_search(one, backend="grid", points=3)
+    assert [trial["params"]["x"] for trial in best.run_summary] == pytest.approx(expected)
+
+
+def test_random_values_depend_on_seed_trial_and_name_alone_and_reach_every_part():
+    from tr_core.search.samplers import SeededSampler
+
+    def drawn(suggest):
+        quiet = optuna.create_study(sampler=SeededSampler(0))
+        return [suggest(quiet.ask()) for _ in range(400)]
+
+    logs = drawn(lambda t: t.suggest_float("x", 1e-6, 1e-2, log=True))
+    assert 0.4 < sum(value < 1e-4 for value in logs) / 400 < 0.6
+    pairs = drawn(lambda t: (t.suggest_int("x", 1, 4), t.suggest_categorical("y", ["a", None, 3])))
+    assert len(set(pairs)) == 12
+    assert drawn(lambda t: (t.suggest_float("a", 0, 1), t.suggest_int("x", 1, 4))[1]) == [one for one, _ in pairs]
+
+
 # Going on
 
 
@@ -460,7 +506,7 @@ def test_an_interrupted_search_continues_and_finds_what_it_would_have_found(make
         make_search(output_dir=str(tmp_path / "cut")).hyperparameter_search(space, interrupting(at), n_trials=4)
     recorder = Recorder()
     trainer = make_search(output_dir=str(tmp_path / "cut"), callbacks=[recorder])
-    begun = {line["trial"] for line in lines(trainer) if line.get("state") == "complete"}
+    begun = [trial for trial in study(tmp_path / "cut").trials if trial.state.name == "COMPLETE"]
     best = trainer.hyperparameter_search(space, n_trials=4, resume=True)
     assert best == alone
     assert len(recorder.runs) == 4 - len(begun)
@@ -484,14 +530,14 @@ def test_a_second_search_in_a_folder_is_a_new_one_and_the_first_stays(make_searc
     folder = tmp_path / "out"
     trainer = make_search()
     first = trainer.hyperparameter_search(space, n_trials=2)
-    before = (folder / "trials.jsonl").read_bytes()
+    before = (folder / "study.journal").read_bytes()
     for number, again in ((2, trainer), (3, make_search())):
         recorder = Recorder()
         again.add_callback(recorder)
         assert again.hyperparameter_search(space, n_trials=3).run_summary[:2] == first.run_summary
         folders = [run["args"]["output_dir"] for run in recorder.runs]
         assert folders == [str(folder / f"search-{number}" / f"run-{trial}") for trial in range(3)]
-    assert (folder / "trials.jsonl").read_bytes() == before
+    assert (folder / "study.journal").read_bytes() == before
 
 
 def test_the_newest_search_is_resumed(make_search, tmp_path):
@@ -528,32 +574,46 @@ def test_a_search_with_a_changed_space_is_not_resumed(make_search):
         )
 
 
-def test_half_a_line_of_a_crash_is_skipped_and_a_damaged_one_is_named(make_search):
-    trainer = make_search()
-    first = trainer.hyperparameter_search(space, n_trials=2)
-    path = trainer.args.output_dir + "/trials.jsonl"
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text + '{"trial": 2, "sta')
-    longer = make_search().hyperparameter_search(space, n_trials=3, resume=True)
-    assert longer.run_summary[:2] == first.run_summary
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text.replace('{"trial": 1, "state": "complete"', "{{"))
-    with pytest.raises(ValueError, match=r"line \d+ of .*trials.jsonl is no entry of a search; restore it"):
+def test_half_a_line_of_a_crash_is_cut_and_a_damaged_one_is_named(make_search, tmp_path):
+    path = tmp_path / "out" / "study.journal"
+    first = make_search().hyperparameter_search(space, n_trials=2)
+    whole = path.read_text()
+    path.write_text(whole + '{"op_code": 4, "wor')
+    for number in (3, 4):  # what is written after the half line is readable too
+        longer = make_search().hyperparameter_search(space, n_trials=number, resume=True)
+        assert longer.run_summary[:2] == first.run_summary
+    path.write_text(whole.replace('{"op_code":6', "{{", 1))
+    with pytest.raises(ValueError, match=r"study.journal is no journal of a search \(.*\); restore it, or remove it"):
         make_search().hyperparameter_search(space, n_trials=3, resume=True)
 
 
-def test_every_line_is_strict_json(make_search):
-    trainer = make_search(eval_strategy="no")
+@pytest.mark.parametrize("content", ["null\n", '{"op_code": 99}\n', '{"a": 1}\n', "[" * 5_000 + "\n\n", "\x00\n\n"])
+def test_a_file_that_is_no_journal_is_refused(make_search, tmp_path, content):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "study.journal").write_text(content)
+    with pytest.raises(ValueError, match="study.journal is no journal of a search"):
+        make_search().hyperparameter_search(space, n_trials=1, resume=True)
+
+
+def test_the_journal_of_an_earlier_version_is_refused_and_left_alone(make_search, tmp_path):
+    former = tmp_path / "out" / "trials.jsonl"
+    former.parent.mkdir()
+    former.write_text('{"search": {}}\n')
+    with pytest.raises(ValueError, match=r"trials.jsonl is the journal of a search by an earlier version, which is no"):
+        make_search().hyperparameter_search(space, n_trials=1, resume=True)
+    make_search().hyperparameter_search(space, n_trials=1)
+    assert former.read_text() == '{"search": {}}\n'
+    assert (tmp_path / "out" / "search-2" / "study.journal").exists()
+
+
+def test_objectives_without_bounds_are_kept(make_search):
     given = iter([float("inf"), float("nan"), 1.0])
-    first = trainer.hyperparameter_search(lambda trial: {}, lambda metrics: next(given), n_trials=3)
-    with open(trainer.args.output_dir + "/trials.jsonl", encoding="utf-8") as file:
-        for line in file:
-            json.loads(line, parse_constant=pytest.fail)
+    first = make_search(eval_strategy="no").hyperparameter_search(
+        lambda trial: {}, lambda metrics: next(given), n_trials=3
+    )
     again = make_search(eval_strategy="no").hyperparameter_search(lambda trial: {}, n_trials=3, resume=True)
     assert again.run_summary[0]["values"] == [float("inf")]
-    assert again[:3] == first[:3]
+    assert again == first
 
 
 # Parts that a trial must not leave to the next
@@ -623,7 +683,7 @@ def test_a_preflight_makes_no_trial_and_no_file(make_search, monkeypatch, tmp_pa
     with pytest.raises(SystemExit):
         make_search().hyperparameter_search(space, n_trials=2)
     assert (tmp_path / "report.json").exists()
-    assert not (tmp_path / "out" / "trials.jsonl").exists()
+    assert not (tmp_path / "out" / "study.journal").exists()
 
 
 @pytest.mark.cuda
@@ -648,26 +708,3 @@ def test_a_trial_leaves_no_memory_to_the_next(make_search):
     begun, peaks = used[0::2], used[1::2]
     assert max(begun) - min(begun) < 2**20
     assert max(peaks) - min(peaks) < 2**20
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        '{"trial": null}',
-        '{"trial": {"a": 1}}',
-        '{"trial": 0, "values": 3}',
-        '{"trial": 0, "values": [[]]}',
-        '{"trial": 0, "values": [' + "9" * 400 + "]}",
-        '{"trial": 0, "reports": [1]}',
-        '{"trial": 0, "reports": {"x": 1}}',
-        '{"trial": 0, "params": []}',
-        '{"trial": 0, "state": null}',
-        '{"trial": 0, "name": 3}',
-        '{"trial": 0, "params": ' + "[" * 5_000,
-    ],
-)
-def test_trials_that_are_none_are_refused(tmp_path, entry):
-    path = tmp_path / "trials.jsonl"
-    path.write_text(json.dumps({"search": {"a": 1}}) + f"\n{entry}\n")
-    with pytest.raises(ValueError, match=r"trials\.jsonl.*restore it, or remove"):
-        Journal(path).open({"a": 1})

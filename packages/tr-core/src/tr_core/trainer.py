@@ -109,7 +109,6 @@ from tr_core.runtime.memory import MemoryMeter
 from tr_core.runtime.profiling import profiled_steps
 from tr_core.runtime.run_context import UseCache, align_special_tokens, evaluation_context, training_context
 from tr_core.search.arguments import check_search
-from tr_core.search.samplers import make_sampler
 from tr_core.search.search import BestRun, Search, SearchPlan
 from tr_core.search.trial import takes_trial
 from tr_core.session import (
@@ -1669,9 +1668,9 @@ class Trainer(TransformersAttributes):
 
         Every trial has a new model from `model_init`, and its own folder `run-<number>` in `output_dir`. If training
         runs no evaluation, one runs at its end. Afterwards the arguments are restored, and the model is that of the
-        last trial. To get the best model, set `best.hyperparameters` and train. The search appends its trials to
-        `trials.jsonl` line by line. Another search in the same `output_dir` has its own folder in it, `search-2` and
-        so on.
+        last trial. To get the best model, set `best.hyperparameters` and train. The search keeps its trials in
+        `study.journal`, a journal of Optuna's. Another search in the same `output_dir` has its own folder in it,
+        `search-2` and so on.
 
         With several processes rank 0 draws the trials, and all ranks run each trial together.
 
@@ -1683,30 +1682,28 @@ class Trainer(TransformersAttributes):
                 sum of the other metrics if there are any.
             n_trials: trials of the search, including those of an earlier call.
             direction: `minimize` or `maximize`, or a list for several objectives.
-            backend: `random`, the default, and `grid` need no package; `optuna` adds samplers that learn from earlier
-                trials, and pruning. An installed package is never selected by itself.
+            backend: how Optuna draws the trials: `random`, the default; `grid`, every point once; `optuna`, by a
+                sampler that learns from earlier trials, or your own, with pruning.
             hp_name: `(trial)` → name of the trial, for `state.trial_name`.
             resume: resume the newest search in `output_dir`, if there is one. Finished trials do not run again, and an
                 interrupted trial resumes from its newest checkpoint.
             **kwargs: for every backend `timeout` (seconds after which no trial begins), `catch` (exceptions that fail a
                 trial and not the search) and `gc_after_trial`. For `random` the `seed` (by default that of the
                 arguments). For `grid` the number of `points` in a range without steps. For `optuna` the arguments of
-                `optuna.create_study`, as `sampler` and `pruner`.
+                `optuna.create_study`, as `sampler` and `pruner`; with a `storage` the trials are kept there.
 
         Returns:
             The best trial. With several directions: all trials that no other trial beats. The same on every rank.
 
         Raises:
             ValueError: something needed is missing or wrong; raised before the first run if possible.
-            ImportError: the backend's library is not installed.
+            ImportError: Optuna is not installed.
         """
         directions = [direction] if isinstance(direction, str) else list(direction)
         self._check_search(directions, n_trials)
         stop_if_requested(self, trains=True)
         plan = SearchPlan.from_options(hp_space, compute_objective, directions, n_trials, hp_name, kwargs)
-        seed = self.args.seed
-        make = partial(make_sampler, backend, plan.space, directions, n_trials, seed, kwargs)
-        self.search = Search(self, plan, make)
+        self.search = Search(self, plan, backend, kwargs)
         try:
             return self.search.run(resume)
         finally:

@@ -1,188 +1,123 @@
-"""Generate the trials of a search: at random, at every point of a grid, or with Optuna."""
+"""Draw the trials of a search: at random, at every point of a grid, or by a sampler of Optuna's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from tr_args.errors import did_you_mean
-from tr_core.search.journal import TrialRecord, same_values
-from tr_core.search.trial import GridTrial, RandomTrial, Trial
-
-Space = Callable[[Any], dict[str, Any]]
+from tr_core.search.trial import Space
 
 
-class Sampler(Protocol):
-    """Generates trials one after the other; it exists on rank 0 only.
+@dataclass
+class Backend:
+    """Where the trials of a search come from.
 
     Attributes:
         settings: the identity of this search, as plain values.
-        pruned: exceptions that mean that a trial is pruned, besides this package's own.
+        options: arguments of `optuna.create_study`.
+        grid: the values of every trial, by name; None where they are drawn one trial after the other.
     """
 
     settings: dict[str, Any]
-    pruned: tuple[type[Exception], ...]
-
-    def restore(self, records: Sequence[TrialRecord]) -> None:
-        """Restore the trials of an earlier call, by number; the last may have been interrupted.
-
-        Raises:
-            ValueError: the trials differ from those of this search.
-        """
-        ...
-
-    def ask(self) -> Any:
-        """Return the next trial, or None if there is none; an interrupted one is returned again."""
-        ...
-
-    def distributions(self, trial: Any) -> dict[str, str]:
-        """Return the distributions of a trial's parameters as text, as far as `restore` needs them."""
-        ...
-
-    def report(self, trial: Any, step: int, value: float) -> bool:
-        """Record the objective at a step, and return whether to prune the trial."""
-        ...
-
-    def tell(self, trial: Any, record: TrialRecord) -> None:
-        """Record how a trial ended."""
-        ...
+    options: dict[str, Any]
+    grid: list[dict[str, Any]] | None = None
 
 
-def make_sampler(
-    backend: str | None, space: Space, directions: Sequence[str], n_trials: int, seed: int, options: dict[str, Any]
-) -> Sampler:
-    """Return the sampler called `backend`.
+_TAKEN = {"random": "seed", "grid": "points"}
+_KNOWN = ("seed", "points", "resume", "timeout", "catch", "hp_name", "compute_objective", "n_trials", "direction")
+
+
+def choose_backend(
+    name: str, is_default: bool, space: Space, n_trials: int, seed: int, options: dict[str, Any]
+) -> Backend:
+    """Return the backend called `name`.
+
+    Args:
+        name: `random`, `grid` or `optuna`.
+        is_default: whether the user named none.
+        space: what a grid is made of.
+        n_trials: the most points that a grid may have.
+        seed: that of the arguments, which a random search uses if its options have none.
+        options: those of the backend.
 
     Raises:
-        ValueError: there is no such backend, or it does not take an option.
-        ImportError: its library is not installed.
+        ValueError: there is no such backend, it does not take an option, or there is no such grid.
     """
-    name = str(getattr(backend, "value", backend) or "random").lower()
     if name == "optuna":
-        return OptunaSampler(directions, options)
-    if name not in _BUILT_IN:
-        known = [*_BUILT_IN, "optuna"]
+        if options.pop("n_jobs", 1) not in (None, 1):
+            raise ValueError("n_jobs must be 1: one Trainer makes one run at a time; share a storage among processes")
+        return Backend({"backend": name}, options)
+    if name not in _TAKEN:
+        known = [*_TAKEN, "optuna"]
         raise ValueError(f"unknown backend {name!r}; it is one of {', '.join(known)}{did_you_mean(name, known)}")
-    taken = _BUILT_IN[name]
+    taken = _TAKEN[name]
     if unknown := [option for option in options if option != taken]:
-        other = "; set backend='optuna' for the options of an Optuna study" if backend is None else ""
+        other = "; set backend='optuna' for the options of an Optuna study" if is_default else ""
         raise ValueError(
             f"hyperparameter_search with backend={name!r} does not take {', '.join(unknown)}"
-            f"{did_you_mean(unknown[0], _OPTIONS)}; it takes {taken}{other}"
+            f"{did_you_mean(unknown[0], _KNOWN)}; it takes {taken}{other}"
         )
+    unpruned = {"pruner": optuna.pruners.NopPruner()}
     if name == "grid":
-        return GridSampler(space, n_trials, options.get("points"))
-
-    return RandomSampler(space, options.get("seed", seed))
-
-
-_BUILT_IN = {"random": "seed", "grid": "points"}
-_OPTIONS = ("seed", "points", "resume", "timeout", "catch", "hp_name", "compute_objective", "n_trials", "direction")
+        points = options.get("points")
+        return Backend({"backend": name, "points": points}, unpruned, grid_points(space, n_trials, points))
+    seed = options.get("seed", seed)
+    return Backend({"backend": name, "seed": seed}, {"sampler": SeededSampler(seed), **unpruned})
 
 
-class NumberedSampler:
-    """Trials that are functions of their numbers, so that an interrupted search resumes without a difference."""
+class SeededSampler(optuna.samplers.RandomSampler):
+    """Draws every value from the search's seed, the trial's number and the value's name alone.
 
-    settings: dict[str, Any]
-    pruned: tuple[type[Exception], ...] = ()
-
-    def __init__(self, space: Space) -> None:
-        self._space = space
-        self._next = 0
-
-    def make(self, number: int) -> Trial | None:
-        """Return the trial of a number, or None if there is none."""
-        raise NotImplementedError
-
-    def restore(self, records: Sequence[TrialRecord]) -> None:
-        """Skip the finished trials; see `Sampler`."""
-        for record in records:
-            trial = self.make(record.number)
-            if trial is not None:
-                self._space(trial)
-            made = {} if trial is None else trial.params
-            saved = {name: record.params.get(name) for name in made}  # a model_init may have requested more
-            if trial is None or not same_values(made, saved):
-                raise ValueError(
-                    f"trial {record.number} of the earlier search was made with {record.params}, and hp_space now "
-                    f"gives {made}; resume with the same space, which must depend on the trial alone"
-                )
-            if record.state != "running":
-                self._next = max(self._next, record.number + 1)
-
-    def ask(self) -> Trial | None:
-        """Return the next trial; see `Sampler`."""
-        trial = self.make(self._next)
-        self._next += 1
-        return trial
-
-    def distributions(self, trial: Any) -> dict[str, str]:
-        """Return nothing: the number determines the trial."""
-        return {}
-
-    def report(self, trial: Any, step: int, value: float) -> bool:
-        """Prune nothing."""
-        return False
-
-    def tell(self, trial: Any, record: TrialRecord) -> None:
-        """Do nothing: no trial depends on another."""
-
-
-class RandomSampler(NumberedSampler):
-    """Random trials, drawn by `RandomTrial`."""
-
-    def __init__(self, space: Space, seed: int) -> None:
-        super().__init__(space)
-        self._seed = seed
-        self.settings = {"backend": "random", "seed": seed}
-
-    def make(self, number: int) -> Trial:
-        """Return the trial of a number."""
-        return RandomTrial(number, self._seed)
-
-
-class GridSampler(NumberedSampler):
-    """Trials at every point of a grid; the last requested value changes fastest.
-
-    The requests of the space may depend on earlier values. The space is called once more for every point, to count
-    them.
-
-    Raises:
-        ValueError: the grid has more points than trials, or a range has no steps.
+    So an interrupted search that resumes finds what it would have found.
     """
 
-    def __init__(self, space: Space, limit: int, points: int | None) -> None:
-        super().__init__(space)
-        if points is not None and points < 1:
-            raise ValueError(f"points={points} must be at least 1: the values that stand for a range without steps")
-        self.settings = {"backend": "grid", "points": points}
-        self._points = points
-        self._grid = _grid_points(space, limit, points)
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
 
-    def make(self, number: int) -> Trial | None:
-        """Return the trial of a number, or None beyond the grid."""
-        if number >= len(self._grid):
-            return None
-        return GridTrial(number, self._grid[number], self._points, is_known=True)
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        """Return a value of a distribution."""
+        seed = zlib.crc32(f"{self._seed}/{trial.number}/{param_name}".encode())
+        return optuna.samplers.RandomSampler(seed).sample_independent(study, trial, param_name, param_distribution)
 
 
-def _grid_points(space: Space, limit: int, points: int | None) -> list[list[int]]:
-    """Return the indices of every point, as an odometer counts."""
-    grid: list[list[int]] = []
+def grid_points(space: Space, limit: int, points: int | None) -> list[dict[str, Any]]:
+    """Return the values of every point of a grid; the last requested value changes fastest.
+
+    The requests of the space may depend on earlier values: it is called once for every point.
+
+    Args:
+        space: requests the values.
+        limit: the most points.
+        points: number of values from a range without steps; None refuses such a range.
+
+    Raises:
+        ValueError: the grid has more points than the limit, or a range has no steps.
+    """
+    if points is not None and points < 1:
+        raise ValueError(f"points={points} must be at least 1: the values that stand for a range without steps")
+    grid: list[dict[str, Any]] = []
     indices: list[int] | None = []
     while indices is not None:
         if len(grid) == limit:
             raise ValueError(
                 f"the grid has more than n_trials={limit} points; raise n_trials, or make the grid coarser"
             )
-        trial = GridTrial(len(grid), indices, points, is_known=False)
+        trial = GridTrial(len(grid), indices, points)
         space(trial)
-        grid.append([index for index, _ in trial.taken])
+        grid.append(trial.params)
         indices = _next_point(trial.taken)
     return grid
 
 
 def _next_point(taken: list[tuple[int, int]]) -> list[int] | None:
+    """Return the indices after those of a point, as an odometer counts; None after the last."""
     for place in reversed(range(len(taken))):
         index, count = taken[place]
         if index + 1 < count:
@@ -190,86 +125,59 @@ def _next_point(taken: list[tuple[int, int]]) -> list[int] | None:
     return None
 
 
-class OptunaSampler:
-    """Trials of an Optuna study.
+class GridTrial:
+    """Takes one point of a grid: an index among the values of each request, in their order; beyond them the first.
 
-    An interrupted search resumes from its journal: its finished trials are added to a new study. As with Optuna's own
-    storages, the sampler's generator is not saved. It is seeded again, so that no draw repeats. With a `storage` among
-    the options, Optuna resumes the study in it.
-
-    Raises:
-        ImportError: Optuna is not installed.
+    Attributes:
+        params: the values, by name.
+        taken: the index of each value, and of how many.
     """
 
-    def __init__(self, directions: Sequence[str], options: dict[str, Any]) -> None:
-        try:
-            import optuna
-        except ImportError:
-            raise ImportError(
-                "backend='optuna' needs optuna; pip install 'tr-core[optuna]', or search with backend='random'"
-            ) from None
-        if options.pop("n_jobs", 1) not in (None, 1):
-            raise ValueError("n_jobs must be 1: one Trainer makes one run at a time; share a storage among processes")
-        self.settings: dict[str, Any] = {"backend": "optuna"}
-        self.pruned: tuple[type[Exception], ...] = (optuna.TrialPruned,)
-        self._optuna: Any = optuna
-        self._study = self._optuna.create_study(directions=list(directions), **options)
-        self._resumed: dict[int, float] = {}  # reports of the interrupted trial, until it resumes
-        self._reported: set[int] = set()  # reported steps of the current trial
+    def __init__(self, number: int, indices: Sequence[int], points: int | None) -> None:
+        self.number = number
+        self.params: dict[str, Any] = {}
+        self.taken: list[tuple[int, int]] = []
+        self._indices, self._points = indices, points
 
-    def restore(self, records: Sequence[TrialRecord]) -> None:
-        """Add the trials of the journal; see `Sampler`."""
-        if self._study.trials:  # the user's storage has them
-            return
-        for record in records:
-            self._add(record)
-        if records:
-            self._study.sampler.reseed_rng()
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        """Return a number from `low` to `high`."""
+        return self._take(name, FloatDistribution(low, high, log=log, step=step))
 
-    def ask(self) -> Any:
-        """Return the next trial; see `Sampler`."""
-        trial = self._study.ask()
-        for step, value in self._resumed.items():
-            trial.report(value, step)
-        self._reported, self._resumed = set(self._resumed), {}
-        return trial
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        """Return a whole number from `low` to `high`, both included."""
+        return self._take(name, IntDistribution(low, high, log=log, step=step))
 
-    def distributions(self, trial: Any) -> dict[str, str]:
-        """Return the distributions of a trial's parameters, as Optuna's JSON."""
-        to_json = self._optuna.distributions.distribution_to_json
-        return {name: to_json(distribution) for name, distribution in trial.distributions.items()}
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Return one of `choices`."""
+        return self._take(name, CategoricalDistribution(tuple(choices)))
 
-    def report(self, trial: Any, step: int, value: float) -> bool:
-        """Report the objective, and return the decision of the study's pruner."""
-        if step not in self._reported:  # a trial that resumes from a checkpoint may evaluate a step again
-            self._reported.add(step)
-            trial.report(value, step)
-        return trial.should_prune()
+    def _take(self, name: str, distribution: Any) -> Any:
+        if name not in self.params:
+            values = _grid_values(name, distribution, self._points)
+            place = len(self.taken)
+            index = self._indices[place] if place < len(self._indices) else 0
+            self.taken.append((index, len(values)))
+            self.params[name] = values[index]
+        return self.params[name]
 
-    def tell(self, trial: Any, record: TrialRecord) -> None:
-        """Pass the result of a trial to the study."""
-        if record.state == "complete":
-            self._study.tell(trial, record.values)
-        else:
-            self._study.tell(trial, state=self._state(record))
 
-    def _add(self, record: TrialRecord) -> None:
-        if record.state == "running":
-            self._study.enqueue_trial(record.params)
-            self._resumed = record.reports
-            return
-        from_json = self._optuna.distributions.json_to_distribution
-        drawn = {name: from_json(text) for name, text in record.distributions.items()}
-        self._study.add_trial(
-            self._optuna.create_trial(
-                state=self._state(record),
-                values=record.values if record.state == "complete" else None,
-                params={name: record.params[name] for name in drawn},
-                distributions=drawn,
-                intermediate_values=record.reports,
-            )
+def _grid_values(name: str, distribution: Any, points: int | None) -> list[Any]:
+    """Return the values of a grid: all choices, all steps, or `points` numbers of a range without steps."""
+    if isinstance(distribution, CategoricalDistribution):
+        return list(distribution.choices)
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if low == high:
+        return [low]
+    if step is not None and not distribution.log:  # whole numbers have a step of 1 in a logarithm too
+        return [min(low + index * step, high) for index in range(round((high - low) / step) + 1)]
+    if points is None:
+        raise ValueError(
+            f"{name!r} has no steps to make a grid of; give step=, choices, points= for every such range, or "
+            "search with backend='random'"
         )
-
-    def _state(self, record: TrialRecord) -> Any:
-        states = self._optuna.trial.TrialState
-        return {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}[record.state]
+    shares = [index / max(points - 1, 1) for index in range(points)]
+    values = [low * (high / low) ** share if distribution.log else low + share * (high - low) for share in shares]
+    values = [min(max(value, low), high) for value in values]
+    return sorted({round(value) for value in values}) if isinstance(distribution, IntDistribution) else values

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from tr_args import TrainingArguments
 from tr_core.protocols import Collectives, Strategy
 from tr_core.search.arguments import changed, converted, default_compute_objective, default_hp_space
-from tr_core.search.journal import FILE_NAME, Journal, TrialRecord, same_values
-from tr_core.search.samplers import Sampler, Space
-from tr_core.search.trial import FixedTrial, TrialPrunedError
+from tr_core.search.trial import FixedTrial, Space, TrialPrunedError, TrialRecord
 from tr_core.trainer_methods import TrainerMethods
 from tr_log import get_logger
+
+if TYPE_CHECKING:
+    from tr_core.search.study import SearchStudy
 
 logger = get_logger("tr_core.trainer")
 
@@ -29,7 +31,7 @@ class BestRun(NamedTuple):
         run_id: the trial's number as text; its files are in `run-<run_id>`.
         objective: its objective; a list with several objectives.
         hyperparameters: the trial's suggested values and the arguments that it set, with their types.
-        run_summary: every trial of the search, as the dicts that `trials.jsonl` holds.
+        run_summary: every trial of the search, as dicts.
     """
 
     run_id: str
@@ -38,42 +40,30 @@ class BestRun(NamedTuple):
     run_summary: Any = None
 
 
-def choose_best(records: Sequence[TrialRecord], directions: Sequence[str]) -> BestRun | list[BestRun]:
-    """Return the best of the complete trials, the earliest of equal ones; a list with several directions.
+def choose_best(study: SearchStudy, args: TrainingArguments) -> BestRun | list[BestRun]:
+    """Return the best trial of a study, the earliest of equal ones; a list with several directions.
 
     Raises:
         ValueError: no trial is complete.
     """
-    complete = [record for record in records if record.state == "complete"]
-    if not complete:
+    records = study.records()
+    if not any(record.state == "complete" for record in records):
         states = [record.state for record in records]
         counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))) or "none was made"
         failures = [record.error for record in records if record.error]
         last = f"; the last failure is {failures[-1]}" if failures else ""
         raise ValueError(f"no trial of the search is complete ({counts}){last}; there is no best one")
     summary = [record.as_dict() for record in records]
-    costs = [_costs(record, directions) for record in complete]
-    if len(directions) == 1:
-        return _best_run(complete[costs.index(min(costs))], summary)
-    return [
-        _best_run(record, summary)
-        for record, mine in zip(complete, costs, strict=True)
-        if not any(_beats(other, mine) for other in costs)
+    runs = [
+        BestRun(
+            str(record.number),
+            record.values[0] if study.has_one_objective else record.values,
+            {**record.params, **converted(args, record.arguments)},
+            summary,
+        )
+        for record in study.best()
     ]
-
-
-def _costs(record: TrialRecord, directions: Sequence[str]) -> list[float]:
-    values = zip(record.values, directions, strict=True)
-    return [-value if direction == "maximize" else value for value, direction in values]
-
-
-def _beats(one: list[float], other: list[float]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
-
-
-def _best_run(record: TrialRecord, summary: list[dict[str, Any]]) -> BestRun:
-    objective = record.values[0] if len(record.values) == 1 else list(record.values)
-    return BestRun(str(record.number), objective, record.hyperparameters, summary)
+    return runs[0] if study.has_one_objective else runs
 
 
 Outcome = TypeVar("Outcome")
@@ -151,17 +141,26 @@ class SearchPlan:
 class Search:
     """One search with a Trainer.
 
-    Rank 0 draws the trials, writes the journal and decides; every rank runs every trial.
+    Rank 0 draws the trials, keeps them in a study and decides; every rank runs every trial.
+
+    Args:
+        backend: the user's name of a backend, or None.
+        options: those of the backend.
 
     Attributes:
         record: the current trial, the same on all ranks.
+
+    Raises:
+        ImportError: Optuna is not installed.
     """
 
-    def __init__(self, runner: TrainerMethods, plan: SearchPlan, make_sampler: Callable[[], Sampler]) -> None:
-        self._runner, self._plan, self._make_sampler = runner, plan, make_sampler
+    def __init__(self, runner: TrainerMethods, plan: SearchPlan, backend: str | None, options: dict[str, Any]) -> None:
+        self._pruned = (TrialPrunedError, _pruned_by_optuna())
+        self._runner, self._plan, self._options = runner, plan, options
+        self._is_default = backend is None
+        self._backend = str(getattr(backend, "value", backend) or "random").lower()
         self._folder = Path(runner.args.output_dir)
-        self._sampler: Any = None
-        self._journal = Journal(self._folder / FILE_NAME)
+        self._study: Any = None
         self._trial: Any = None
         self._begin_s = time.monotonic()
         self._callback_states = copy.deepcopy(runner.callback_handler.state_dict())
@@ -171,15 +170,10 @@ class Search:
     def run(self, resume: bool) -> BestRun | list[BestRun]:
         """Run the missing trials and return the best of all."""
         self._folder = Path(on_rank_zero(self._strategy, lambda: self._open(resume)))
-        try:
-            while (following := on_rank_zero(self._strategy, self._draw)) is not None:
-                self.record, goes_on = following
-                self._make_run(goes_on)
-        finally:
-            self._journal.close()
-        return on_rank_zero(
-            self._strategy, lambda: choose_best(list(self._journal.records.values()), self._plan.directions)
-        )
+        while (following := on_rank_zero(self._strategy, self._draw)) is not None:
+            self.record, goes_on = following
+            self._make_run(goes_on)
+        return on_rank_zero(self._strategy, lambda: choose_best(self._study, self._runner.args))
 
     def report(self, metrics: dict[str, float]) -> None:
         """Report an evaluation during training.
@@ -191,12 +185,7 @@ class Search:
         if len(self._plan.directions) > 1:
             return
         step, value = self._runner.state.global_step, self._values[0]
-
-        def prune() -> bool:
-            self._journal.report(self._journal.records[self.record.number], step, value)
-            return self._sampler.report(self._trial, step, value)
-
-        if on_rank_zero(self._strategy, prune):
+        if on_rank_zero(self._strategy, lambda: self._study.report(self._trial, step, value)):
             raise TrialPrunedError(f"trial {self.record.number} is pruned at step {step} with {value}")
 
     @property
@@ -205,74 +194,69 @@ class Search:
 
     def _open(self, resume: bool) -> str:
         """Begin a search, or resume the newest in the output folder; return its folder."""
-        self._sampler = self._make_sampler()
+        from tr_core.search.samplers import choose_backend
+        from tr_core.search.study import SearchStudy, has_trials, newest_search
+
+        plan, seed = self._plan, self._runner.args.seed
+        backend = choose_backend(self._backend, self._is_default, plan.space, plan.n_trials, seed, self._options)
         folder, number = newest_search(self._folder)
-        journal = Journal(folder / FILE_NAME)
-        settings = {**self._sampler.settings, "directions": self._plan.directions}
-        if resume:
-            journal.open(settings)
-        elif journal.has_trials():
+        if not resume and has_trials(folder):
             earlier, folder = folder, self._folder / f"search-{number + 1}"
             logger.info(
                 "%s holds an earlier search, which resume=True would resume; this one is a new one, in %s",
                 earlier,
                 folder,
             )
-            journal = Journal(folder / FILE_NAME)
-            journal.begin_search(settings)
-        else:
-            journal.begin_search(settings)
-        self._journal = journal
-        self._sampler.restore([journal.records[number] for number in sorted(journal.records)])
+        self._study = SearchStudy(folder, backend, plan.directions, plan.space, resume)
         return str(folder)
 
     def _draw(self) -> tuple[TrialRecord, bool] | None:
         """Return the next trial, and whether it resumes an interrupted one; None at the end."""
         timeout_s = self._plan.timeout_s
         is_late = timeout_s is not None and time.monotonic() - self._begin_s >= timeout_s
-        if is_late or len(self._journal.finished) >= self._plan.n_trials:
+        finished = [record for record in self._study.records() if record.state != "running"]
+        if is_late or len(finished) >= self._plan.n_trials:
             return None
-        self._trial = trial = self._sampler.ask()
+        self._trial = trial = self._study.ask()
         if trial is None:
             return None
         arguments = converted(self._runner.args, self._plan.space(trial))
         name = None if self._plan.name_of is None else self._plan.name_of(trial)
-        record = TrialRecord(trial.number, name=name, params=dict(trial.params), arguments=arguments)
-        record.distributions = self._sampler.distributions(trial)
-        earlier = self._journal.records.get(record.number)
-        self._journal.begin(record)
-        return record, earlier is not None and same_values(earlier.hyperparameters, record.hyperparameters)
+        goes_on = self._study.begin(trial, name, arguments)
+        return TrialRecord(trial.number, name=name, params=dict(trial.params), arguments=arguments), goes_on
 
     def _make_run(self, goes_on: bool) -> None:
         record, runner = self.record, self._runner
         shown = ", ".join(f"{name}={value}" for name, value in record.hyperparameters.items())
         logger.info("trial %d of %d: %s", record.number, self._plan.n_trials, shown)
-        trial = self._trial if self._strategy.world_size == 1 else FixedTrial(record.number, record.params)
         self._values = None
-        pruned: tuple[type[Exception], ...] = (TrialPrunedError, *getattr(self._sampler, "pruned", ()))
         try:
             with changed(runner.args, record.arguments, str(self._folder / f"run-{record.number}")), self._parts():
                 saves = runner.args.save_strategy != "no" and not runner.args.save_only_model
-                runner.train(resume_from_checkpoint="auto" if goes_on and saves else None, trial=trial)
+                runner.train(resume_from_checkpoint="auto" if goes_on and saves else None, trial=self._trial_of_run())
                 if self._values is None:
                     self._values = self._objectives(runner.evaluate())
             state, error = ("complete", None) if _are_numbers(self._values) else ("failed", "an objective is NaN")
-        except pruned:
+        except self._pruned:
             state, error = "pruned", None
         except self._plan.catch as caught:
             state, error = "failed", f"{type(caught).__name__}: {caught}"
-        on_rank_zero(self._strategy, lambda: self._end(trial, state, error))
+        on_rank_zero(self._strategy, lambda: self._end(state, error))
         if self._plan.collect_garbage:
             gc.collect()
 
-    def _end(self, trial: Any, state: str, error: str | None) -> None:
-        record = self._journal.records[self.record.number]
-        record.state, record.error, record.values = state, error, list(self._values or ())
-        record.params = dict(trial.params)  # a model_init may have requested more
-        record.distributions = self._sampler.distributions(self._trial)
-        self._sampler.tell(self._trial, record)
-        self._journal.end(record)
-        logger.info("trial %d is %s: %s", record.number, state, error or record.values)
+    def _trial_of_run(self) -> Any:
+        """Return what a model_init is given: one process may ask for more values, which Optuna draws."""
+        if self._strategy.world_size > 1:
+            return FixedTrial(self.record.number, self.record.params, "with several processes")
+        if self._backend == "grid":
+            return FixedTrial(self.record.number, self.record.params, "for a grid")
+        return self._trial
+
+    def _end(self, state: str, error: str | None) -> None:
+        values = list(self._values or ())
+        self._study.tell(self._trial, state, values, error)
+        logger.info("trial %d is %s: %s", self.record.number, state, error or values)
 
     def _objectives(self, metrics: dict[str, float]) -> list[float]:
         result = self._plan.objective(dict(metrics))
@@ -302,11 +286,17 @@ class Search:
                 own.close()
 
 
-def newest_search(output_dir: Path) -> tuple[Path, int]:
-    """Return folder and number of the newest search in an output folder; the first search uses the folder itself."""
-    numbers = (path.parent.name.removeprefix("search-") for path in output_dir.glob(f"search-*/{FILE_NAME}"))
-    number = max((int(text) for text in numbers if text.isdecimal()), default=1)
-    return (output_dir if number == 1 else output_dir / f"search-{number}"), number
+def _pruned_by_optuna() -> type[Exception]:
+    """Return the exception by which Optuna prunes a trial.
+
+    Raises:
+        ImportError: Optuna is not installed.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ImportError("hyperparameter_search needs optuna; pip install 'tr-core[optuna]'") from None
+    return optuna.TrialPruned
 
 
 def _are_numbers(values: Sequence[float]) -> bool:

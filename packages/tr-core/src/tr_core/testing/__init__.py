@@ -13,7 +13,7 @@ from tr_core.model_io import shifts_targets
 from tr_core.optim.optimizers import optimizer_names
 from tr_core.preemption.signals import Interrupted
 from tr_core.random_state import RandomState
-from tr_core.testing.conditions import read_trials, set_clock, set_loss_scaler
+from tr_core.testing.conditions import set_clock, set_loss_scaler
 from tr_core.testing.conformance import (
     check_checkpointer,
     check_collectives,
@@ -43,7 +43,6 @@ __all__ = [
     "fingerprint",
     "measure_lengths",
     "optimizer_names",
-    "read_trials",
     "refused_hooks",
     "set_clock",
     "set_loss_scaler",

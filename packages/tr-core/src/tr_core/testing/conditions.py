@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tr_core.callbacks.wall_time import WallTimeCallback
-from tr_core.search.journal import Journal
 from tr_core.single_device import SingleDevice
 
 
@@ -29,24 +27,3 @@ def set_loss_scaler(strategy: SingleDevice, scaler: torch.amp.GradScaler) -> Sin
     """Scale losses as under float16 on an accelerator, whatever the device and precision; returns the strategy."""
     strategy._scaler = scaler
     return strategy
-
-
-def read_trials(path: Path, search: Mapping[str, Any]) -> list[int]:
-    """Read the file of a search as a resumed search does, and write nothing.
-
-    Returns:
-        The numbers of the trials that ended.
-
-    Raises:
-        ValueError: it is not of this search, or is not valid.
-    """
-    journal = _Read(path)
-    journal.open(search)
-    return [record.number for record in journal.finished]
-
-
-class _Read(Journal):
-    """Creates no file."""
-
-    def begin_search(self, search: Mapping[str, Any]) -> None:
-        return
