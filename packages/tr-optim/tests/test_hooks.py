@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tr_optim.engine.hooks import BackwardHooks
+from tr_optim.engine.hooks import BackwardPass
 
 
 def model():
@@ -17,7 +17,7 @@ def model():
 
 def collect(parameters):
     taken = []
-    return taken, BackwardHooks(parameters, lambda parameter, gradient: taken.append((parameter, gradient)))
+    return taken, BackwardPass(parameters, lambda parameter, gradient: taken.append((parameter, gradient)))
 
 
 def loss_of(module, seed=1):
@@ -41,7 +41,7 @@ def test_gradients_are_handed_over_and_freed_while_the_backward_pass_goes_on():
         assert torch.equal(gradients[id(p)], q.grad)
         assert p.grad is None
     hooks.detach()
-    BackwardHooks(net.parameters(), consume).run(loss_of(net))
+    BackwardPass(net.parameters(), consume).run(loss_of(net))
     assert alive == [0, 0, 0, 0]
 
 
@@ -96,7 +96,7 @@ def test_an_error_in_a_hook_ends_the_backward_pass_and_disarms():
     def fail(parameter, gradient):
         raise ValueError("on purpose")
 
-    hooks = BackwardHooks(net.parameters(), fail)
+    hooks = BackwardPass(net.parameters(), fail)
     with pytest.raises(ValueError, match="on purpose"):
         hooks.run(loss_of(net))
     net.zero_grad()
@@ -155,7 +155,7 @@ def test_a_shared_parameter_is_handed_over_whole_at_the_end():
     plain, net = Reused(), Reused()
     plain(data()).backward()
     taken = []
-    hooks = BackwardHooks(net.parameters(), lambda p, g: taken.append((p, g)), shared=list(net.parameters()))
+    hooks = BackwardPass(net.parameters(), lambda p, g: taken.append((p, g)), shared=list(net.parameters()))
     hooks.run(net(data()))
     assert len(taken) == 2
     for (p, gradient), q in zip(taken, plain.parameters(), strict=True):
@@ -170,6 +170,6 @@ def test_a_backward_within_a_backward_is_refused():
     def again(parameter, gradient):
         hooks.run(loss_of(net))
 
-    hooks = BackwardHooks(net.parameters(), again)
+    hooks = BackwardPass(net.parameters(), again)
     with pytest.raises(RuntimeError, match="was begun within another"):
         hooks.run(loss_of(net))

@@ -58,7 +58,7 @@ class FusedOptimizer(FusedPasses):
                 come averaged (leave set_requires_gradient_sync on); sums over rows go through their own mesh.
         """
         self._collectives, self._world_size = collectives, collectives.world_size
-        self._hooked = []
+        self.detach()  # the next pass finds out again what is averaged
 
     def clip_to(self, max_norm: float | None) -> None:
         """Clip gradients to a total norm from the next `backward` on; None changes nothing.
@@ -86,7 +86,7 @@ class FusedOptimizer(FusedPasses):
 
         Raises:
             RuntimeError: the step's gradients are applied already; ranks would go different ways; or see
-                `BackwardHooks.run`.
+                `BackwardPass.run`.
             ValueError: there are several micro-batches in a step, and `accumulate` is `refuse`.
         """
         self._check_may_begin(last)
@@ -173,7 +173,7 @@ class FusedOptimizer(FusedPasses):
     def _store(self, loss: torch.Tensor) -> None:
         if not self._num_stored:
             self._attach(loss)
-            if any(p.grad is not None for p in self._hooked):
+            if any(p.grad is not None for p in self._backward_pass.parameters):
                 raise RuntimeError(
                     "parameters hold gradients that this step's backward passes did not make; call zero_grad() after "
                     "a plain loss.backward(), or optimizer.backward(loss) in its place"
@@ -193,7 +193,7 @@ class FusedOptimizer(FusedPasses):
         stored: list[tuple[Tensors, Tensors, torch.Tensor | None]] = []
         self._num_stored = 0
         self._begin_pass(keep)
-        for parameter in reversed(self._hooked):
+        for parameter in reversed(self._backward_pass.parameters):
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 self._take(parameter, gradient)

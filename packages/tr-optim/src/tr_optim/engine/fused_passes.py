@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tr_optim.engine.averaging import RankAverage
 from tr_optim.engine.backward_norms import BackwardNorms, clip_coefficient, logical_or
 from tr_optim.engine.fused_checks import check_dense_and_real, check_settings
-from tr_optim.engine.hooks import BackwardHooks, is_reentrant, other_gradients_kept, repeated_parameters
+from tr_optim.engine.hooks import BackwardPass
 from tr_optim.engine.precision import CountedRounding
 from tr_optim.engine.shards import Shards, local_part, sharded_parameters
 
@@ -152,7 +152,7 @@ class FusedPasses(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy."""
         super().__setstate__(state)
-        if "_hooks" not in vars(self):
+        if "_backward_pass" not in vars(self):
             self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -160,12 +160,11 @@ class FusedPasses(Optimizer):
         self._collectives: Any = None
         self._world_size = 1
         self._average: RankAverage | None = None
-        self._hooks: BackwardHooks | None = None
-        self._hooked: list[torch.Tensor] = []
+        self._backward_pass = BackwardPass((), self._take)
         self._sharded: dict[int, Shards] = {}
         self._largest_part, self._largest_joined = 0, _JOINED
         self._group_of: dict[int, dict[str, Any]] = {}
-        self._is_applied, self._num_stored, self._is_reentrant = False, 0, False
+        self._is_applied, self._num_stored = False, 0
         self._norms = BackwardNorms((), {})
         self._norm: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
@@ -216,15 +215,13 @@ class FusedPasses(Optimizer):
 
     def detach(self) -> None:
         """Remove the hooks from the parameters; the next `backward` adds them again."""
-        if self._hooks is not None:
-            self._hooks.detach()
-        self._hooked = []
+        self._backward_pass.forget()
 
     # One backward pass
 
     def _attach(self, loss: torch.Tensor) -> None:
         trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if [id(p) for p in trainable] == [id(p) for p in self._hooked]:
+        if self._backward_pass.are_on(trainable):
             return
         self.detach()
         instead = (
@@ -235,10 +232,7 @@ class FusedPasses(Optimizer):
         self._sharded = sharded_parameters(trainable, name, takes=takes, instead=instead)
         self._largest_part = max((p.numel() for p in trainable if id(p) in self._sharded), default=0)
         self._norms = BackwardNorms(trainable, self._sharded)
-        self._is_reentrant = is_reentrant(loss)
-        repeated = repeated_parameters(loss, trainable) if self._is_reentrant else []
-        self._hooks = BackwardHooks(trainable, self._take, shared=repeated)
-        self._hooked = trainable
+        self._backward_pass.put_on(loss, trainable, trainable)
         self._average = None
         replicated = [p for p in trainable if id(p) not in self._sharded]
         if self._world_size > 1 and replicated:
@@ -248,14 +242,8 @@ class FusedPasses(Optimizer):
         """Make a backward pass and use its gradients; if another follows, it computes those of other parameters."""
         self._begin_pass(use)
         self.num_passes += 1
-        assert self._hooks is not None
         try:
-            # If parameters are not in the graph themselves, a backward pass cannot be limited to them.
-            if then_another and (self._is_reentrant or self._sharded):
-                with other_gradients_kept(loss, self._hooked):
-                    self._hooks.run(loss, retain_graph=True)
-            else:
-                self._hooks.run(loss, retain_graph=then_another, only_own=then_another)
+            self._backward_pass.run(loss, then_another=then_another)
             self._finish_pass()
         except BaseException:
             self.detach()  # what it holds of this pass is of no use to the next
@@ -332,7 +320,7 @@ class FusedPasses(Optimizer):
         return self._nonfinite or (self.nonfinite_unscaled if self._scale is None else "skip_step")
 
     def _note_norm(self) -> torch.Tensor:
-        norm = self._norms.total(self._hooked, self._sharded)
+        norm = self._norms.total(self._backward_pass.parameters, self._sharded)
         self._norm = norm = norm if self._scale is None else norm / self._scale
         self.found_inf = (~norm.isfinite()).to(torch.float32)
         return norm

@@ -13,7 +13,7 @@ from tr_optim.engine.backward_norms import clip_coefficient, norm_of, norm_over_
 from tr_optim.engine.bases import Bases
 from tr_optim.engine.fused_checks import refuse_unknown_ranks
 from tr_optim.engine.gradient_window import SKETCH_ROWS, GradientWindow, Sketch, add_to_sum
-from tr_optim.engine.hooks import BackwardHooks, Consume, find_repeated, is_reentrant, other_gradients_kept
+from tr_optim.engine.hooks import BackwardPass, Consume, is_reentrant
 from tr_optim.engine.settings import Place, Projection
 from tr_optim.engine.shards import is_distributed, local_part, shards_of, with_own_memory
 from tr_optim.engine.updates import prepare_gradient
@@ -56,7 +56,7 @@ class GradientStore:
         self.norm_is_estimated = False
         self._averaging: Averaging | None = None
         self._is_bound = False
-        self._hooks: BackwardHooks | None = None
+        self._backward_pass = BackwardPass((), self._consume)
         self._numbered: list[tuple[torch.Tensor, Place]] = []
         self._places: dict[int, Place] = {}
         self._settled: dict[int, Basis] = {}
@@ -83,13 +83,11 @@ class GradientStore:
 
     def detach(self) -> None:
         """Remove the hooks from the parameters."""
-        if self._hooks is not None:
-            self._hooks.detach()
+        self._backward_pass.detach()
 
     def renew_hooks(self) -> None:
         """Check the parameters again before the next backward pass."""
-        self.detach()
-        self._hooks = None
+        self._backward_pass.forget()
 
     def backward(self, loss: torch.Tensor, *, last: bool, scale: torch.Tensor | None) -> None:
         """Compute the gradients of one micro-batch, and consume those that the owner consumes.
@@ -105,7 +103,7 @@ class GradientStore:
             )
         self._numbered = list(self._owner.numbered())
         self._places = {id(parameter): place for parameter, place in self._numbered}
-        self._hooks = self._current_hooks(loss)
+        self._put_hooks_on(loss)
         window.num_micro_batches += 1
         window.is_complete = self._is_last = last
         self._inverse_scale = None if scale is None else 1 / scale
@@ -114,7 +112,7 @@ class GradientStore:
             self._coefficient = clip_coefficient(self._measure_first(loss), self.max_norm)
         self._order = self._fixed_order(self._keep)
         self._settled = self._settle()
-        self._hooks.run(loss if scale is None else loss * scale)
+        self._backward_pass.run(loss if scale is None else loss * scale)
         self._finish_backward()
 
     def measure(self) -> torch.Tensor:
@@ -151,21 +149,17 @@ class GradientStore:
         for tensor in chain(kept, *(part.values() for part in parts)):
             tensor.mul_(coefficient.to(tensor.device))
 
-    def _current_hooks(self, loss: torch.Tensor) -> BackwardHooks:
-        """Return hooks on the currently trainable parameters; new ones if some were frozen or unfrozen since.
-
-        The loss's graph shows which gradients come in several parts.
-        """
+    def _put_hooks_on(self, loss: torch.Tensor) -> None:
+        """Put hooks on the currently trainable parameters, if some were frozen or unfrozen since."""
         numbered = [(p, place) for p, place in self._numbered if p.requires_grad]
         # Parts of gradients are pieces of one tensor of many parameters: one that stayed in .grad would keep them all.
         consumed = [p for p, place in numbered if place.is_projected or self._applies or is_distributed(p)]
-        if self._hooks is not None and self._hooks.are_on(consumed):
-            return self._hooks
+        if self._backward_pass.are_on(consumed):
+            return
         if not self._is_bound and not all(is_distributed(parameter) for parameter, _ in self._numbered):
             refuse_unknown_ranks(type(self._owner).__name__)
-        self.detach()
         self._has_shards = any(is_distributed(p) for p, _ in numbered)
-        return BackwardHooks(consumed, self._consume, shared=find_repeated(loss, [p for p, _ in numbered]))
+        self._backward_pass.put_on(loss, consumed, [p for p, _ in numbered])
 
     def _measure_first(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the norm of the step's gradients, in a backward pass that applies none and keeps the graph."""
@@ -180,15 +174,10 @@ class GradientStore:
                 gradient = gradient.add_(self.window.whole[parameter])
             norms[parameter] = torch.linalg.vector_norm(gradient)
 
-        assert self._hooks is not None
         self._order, self._take = self._fixed_order(note), note
+        self._backward_pass.are_apart = self._has_shards or is_reentrant(loss)  # checkpointing may have been turned on
         try:
-            # If parameters are not in the graph themselves, a backward pass cannot be limited to them.
-            if self._has_shards or is_reentrant(loss):
-                with other_gradients_kept(loss, parameters):
-                    self._hooks.run(loss, retain_graph=True)
-            else:
-                self._hooks.run(loss, retain_graph=True, only_own=True)
+            self._backward_pass.run(loss, then_another=True)
             self._supply([parameter for parameter in self.window.whole if parameter not in norms])
             if self._order is not None:
                 self._order.finish()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tr_optim.engine.shards import is_distributed
+
 # The node of torch.utils.checkpoint with use_reentrant=True, and of what is made after its pattern.
 _REENTRANT = "CheckpointFunctionBackward"
 
@@ -28,14 +30,18 @@ def repeated_parameters(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) 
     That happens under reentrant activation checkpointing alone, where every checkpointed segment has a backward pass
     of its own: a weight that several segments use, as tied embeddings or a layer that is called in a loop, gets a part
     from each. A backward pass counts the parts, frees every gradient at once, and keeps the graph for the one that is
-    to follow.
+    to follow. Without such checkpointing there is none.
 
     Args:
         loss: scalar; its graph can be used again.
-        parameters: those to look at; none has a `.grad`, before and after.
+        parameters: those to look at; their gradients stay as they are.
     """
+    if not is_reentrant(loss):
+        return []
     parameters = list(parameters)
-    parts: Counter[int] = Counter()
+    kept, parts = [parameter.grad for parameter in parameters], Counter[int]()
+    for parameter in parameters:
+        parameter.grad = None
 
     def count(parameter: torch.Tensor) -> None:
         parts[id(parameter)] += 1
@@ -46,8 +52,9 @@ def repeated_parameters(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) 
         with other_gradients_kept(loss, parameters):
             loss.backward(retain_graph=True)
     finally:
-        for handle in handles:
+        for handle, parameter, gradient in zip(handles, parameters, kept, strict=True):
             handle.remove()
+            parameter.grad = gradient
     return [parameter for parameter in parameters if parts[id(parameter)] > 1]
 
 
@@ -83,14 +90,14 @@ def _nodes(loss: torch.Tensor) -> Iterator[Any]:
 Consume = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-class BackwardHooks:
-    """Pass every parameter's gradient to a function during a backward pass, and free it.
+class BackwardPass:
+    """Make backward passes that pass every parameter's gradient to a function, and free it.
 
     The hooks act only inside `run`: a plain `loss.backward()` fills `.grad` as if they were not there. Their cost is
     one Python call for each parameter, whatever the number of parameters.
 
     Some parameters get their gradient in several parts, and the hook is called for each part. That happens with weights
-    that several modules share under reentrant activation checkpointing. List such parameters in `shared`: their
+    that several modules share under reentrant activation checkpointing. Such parameters are in `shared`: their
     gradients add up in `.grad` and are passed on at the end of the backward pass.
 
     Args:
@@ -99,36 +106,70 @@ class BackwardHooks:
             without recording a graph. It must not change the parameter through `.data`, or autograd could not notice
             that a graph still needs the old value.
         shared: those of `parameters` that are passed on at the end of the backward pass, in this order.
+
+    Attributes:
+        parameters: those of the next pass.
+        are_apart: whether they are not in the graph themselves, so that a backward pass cannot be limited to them.
     """
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], consume: Consume, *, shared: Iterable[torch.Tensor] = ()
     ) -> None:
-        self._parameters = list(parameters)
         self._consume = consume
-        own = {id(parameter) for parameter in self._parameters}
-        self._shared = [parameter for parameter in shared if id(parameter) in own]
-        self._shared_ids = {id(parameter) for parameter in self._shared}
         self._seen: set[int] = set()
-        self._is_armed = False
+        self._is_armed = self._is_put_on = self.are_apart = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._put_on(parameters, shared)
 
     def are_on(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters whose gradients are consumed."""
-        return [id(parameter) for parameter in parameters] == [id(parameter) for parameter in self._parameters]
+        """Whether `put_on` was called for these parameters last."""
+        return self._is_put_on and [id(parameter) for parameter in parameters] == [
+            id(parameter) for parameter in self.parameters
+        ]
 
-    def run(self, loss: torch.Tensor, *, retain_graph: bool = False, only_own: bool = False) -> None:
+    def put_on(self, loss: torch.Tensor, parameters: list[torch.Tensor], among: list[torch.Tensor]) -> None:
+        """Consume the gradients of these parameters, and no others, from the next pass on.
+
+        Args:
+            loss: its graph shows which gradients come in several parts.
+            parameters: all that are consumed.
+            among: these, and those whose gradients are to stay in `.grad`.
+        """
+        self.detach()
+        self._put_on(parameters, repeated_parameters(loss, among))
+        self.are_apart = is_reentrant(loss) or any(map(is_distributed, parameters))
+        self._is_put_on = True
+
+    def forget(self) -> None:
+        """Remove the hooks, and consume nothing before `put_on`."""
+        self.detach()
+        self._put_on((), ())
+        self._is_put_on = False
+
+    def run(self, loss: torch.Tensor, *, then_another: bool = False) -> None:
         """Compute the gradients of a scalar loss, and consume those of the parameters as they come.
 
         Args:
             loss: the loss.
-            retain_graph: keep the graph for another pass.
-            only_own: leave the `.grad` of all others as it is; not under reentrant activation checkpointing.
+            then_another: keep the graph for another pass, and leave it the gradients of all other parameters.
 
         Raises:
             RuntimeError: a parameter holds a gradient already; one that is not in `shared` got its gradient in several
                 parts; or this is called from within itself.
         """
+        if then_another and self.are_apart:
+            with other_gradients_kept(loss, self.parameters):
+                self._run(loss, retain_graph=True)
+        else:
+            self._run(loss, retain_graph=then_another, inputs=self.parameters if then_another else None)
+
+    def _put_on(self, parameters: Iterable[torch.Tensor], shared: Iterable[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        own = {id(parameter) for parameter in self.parameters}
+        self._shared = [parameter for parameter in shared if id(parameter) in own]
+        self._shared_ids = {id(parameter) for parameter in self._shared}
+
+    def _run(self, loss: torch.Tensor, **options: Any) -> None:
         if self._is_armed:
             raise RuntimeError("a backward pass that consumes gradients was begun within another; make one at a time")
         self._refuse_leftovers()
@@ -136,7 +177,7 @@ class BackwardHooks:
         self._seen.clear()
         self._is_armed = True
         try:
-            loss.backward(retain_graph=retain_graph, inputs=self._parameters if only_own else None)
+            loss.backward(**options)
             for parameter in self._shared:
                 self._hand_over(parameter)
         finally:
@@ -151,10 +192,10 @@ class BackwardHooks:
     def _attach(self) -> None:
         if not self._handles:
             this = weakref.ref(self)  # a parameter must not keep an optimizer alive
-            self._handles = [p.register_post_accumulate_grad_hook(_hook(this)) for p in self._parameters]
+            self._handles = [p.register_post_accumulate_grad_hook(_hook(this)) for p in self.parameters]
 
     def _refuse_leftovers(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} holds a gradient that this backward pass did not "
@@ -186,25 +227,7 @@ class BackwardHooks:
                 self._consume(parameter, gradient)
 
 
-def find_repeated(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer whose gradient comes in parts; gradients stay as they are.
-
-    Without reentrant checkpointing there are none, and no backward pass is made to find out.
-    """
-    if not is_reentrant(loss):
-        return []
-    parameters = list(parameters)
-    kept = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        return repeated_parameters(loss, parameters)
-    finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
-
-
-def _hook(this: Callable[[], BackwardHooks | None]) -> Callable[[torch.Tensor], None]:
+def _hook(this: Callable[[], BackwardPass | None]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         hooks = this()
         if hooks is not None and hooks._is_armed:
