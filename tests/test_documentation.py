@@ -152,3 +152,15 @@ def test_the_script_of_a_page_trains_in_two_processes(name, tmp_path):
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "outputs").glob("*/checkpoint-20"))) == 1
+
+
+def test_the_rooms_of_the_architecture_page_exist():
+    page = (ROOT / "packages/tr-core/docs/architecture.md").read_text("utf-8")
+    core, others = page.split("## The other packages")
+    rows = re.findall(r"^\| .+? \| (`.+`) \|$", core.split("## tr-core")[1], re.MULTILINE)
+    rooms = [("tr-core", name) for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
+    for package, row in re.findall(r"^\| (tr-\w+) \| .+? \| (`.+`) \|$", others, re.MULTILINE):
+        rooms += [(package, name) for name in re.findall(r"`([\w/.]+)`", row)]
+    assert len(rooms) > 100
+    sources = {package: ROOT / f"packages/{package}/src" / package.replace("-", "_") for package, _ in rooms}
+    assert [room for room in rooms if not (sources[room[0]] / room[1]).exists()] == []

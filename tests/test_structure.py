@@ -141,7 +141,7 @@ def test_five_files_take_a_run():
     taking = {str(path) for path, _, _, annotation in parameters(CORE) if re.search(r"\bRun\b", annotation)}
     assert taking <= {
         "loop.py",
-        "session.py",
+        "training.py",
         "batch_size_search.py",
         "checkpoint/saving.py",
         "checkpoint/restoring.py",

@@ -12,7 +12,7 @@ from support.runs import assert_ends_alike, interrupt, steps_with
 
 from tr_core import EarlyStoppingCallback, TrainerCallback
 from tr_core.data.position import DataPosition
-from tr_core.session import _is_within_epoch
+from tr_core.training import _is_within_epoch
 
 LEFT_OUT = [  # eval_strategy, and where the signal comes
     ("steps", "on_step_begin", 3, 4),

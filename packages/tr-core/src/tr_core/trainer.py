@@ -111,7 +111,12 @@ from tr_core.runtime.run_context import UseCache, align_special_tokens, evaluati
 from tr_core.search.arguments import check_search
 from tr_core.search.search import BestRun, Search, SearchPlan
 from tr_core.search.trial import takes_trial
-from tr_core.session import (
+from tr_core.signatures import is_overridden, one_of_two_names, takes_argument, with_count
+from tr_core.start import begin_run, stage
+from tr_core.state import EventContext, TrainerControl, TrainerState
+from tr_core.step_scope import StepScope
+from tr_core.trainer_methods import TrainerMethods
+from tr_core.training import (
     fresh_state,
     is_run_complete,
     last_train_loss,
@@ -122,11 +127,6 @@ from tr_core.session import (
     summarize,
     warn_of_earlier,
 )
-from tr_core.signatures import is_overridden, one_of_two_names, takes_argument, with_count
-from tr_core.start import begin_run, stage
-from tr_core.state import EventContext, TrainerControl, TrainerState
-from tr_core.step_scope import StepScope
-from tr_core.trainer_methods import TrainerMethods
 from tr_core.validation import (
     check_args,
     check_data,
