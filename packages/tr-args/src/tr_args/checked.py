@@ -64,8 +64,7 @@ def resolve(
         try:
             values[name] = convert_field(fields[name], item.value)
         except RefusedError as refusal:
-            shown = "***" if fields[name].hides(item.value) else item.value
-            problems.append(Problem(item.name or name, shown, str(refusal), item.origin))
+            problems.append(fields[name].problem(item.value, refusal, item.origin, name=item.name))
     missing = [name for name, spec in fields.items() if spec.required and name not in known]
     problems += [Problem(name, NOTHING, f"{name} is missing; {cls.__name__} needs it") for name in missing]
     complete = all(name in values for name, spec in fields.items() if spec.required)
@@ -240,7 +239,7 @@ class Checked(metaclass=CheckedType):
             converted = convert_field(spec, value)
         except RefusedError as refusal:
             if origin != "default" or not self._is_declaring:
-                raise ArgumentsError([_problem(spec, value, refusal, origin)]) from None
+                raise ArgumentsError([spec.problem(value, refusal, origin)]) from None
             converted = value
         object.__setattr__(self, name, converted)
         if name in self._by_class:
@@ -305,7 +304,7 @@ class Checked(metaclass=CheckedType):
                 convert_field(spec, value)
             except RefusedError as refusal:
                 if value is not None:
-                    yield _problem(spec, value, refusal, f"__post_init__ of {type(self).__name__}")
+                    yield spec.problem(value, refusal, f"__post_init__ of {type(self).__name__}")
 
     def _conflicts(self, *, at_use: bool) -> Iterator[Problem]:
         """Yield what does not fit together; until the values are used, only what the class did not bring about."""
@@ -435,10 +434,6 @@ def _base_fields(cls: type) -> frozenset[str]:
 
 def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and bool(value == default))
-
-
-def _problem(spec: FieldSpec, value: Any, refusal: RefusedError, origin: str) -> Problem:
-    return Problem(spec.name, "***" if spec.hides(value) else value, str(refusal), origin)
 
 
 def _fields_of(problem: Problem) -> set[str]:

@@ -207,13 +207,10 @@ def _enum(value: Any, kind: type[Enum]) -> Enum:
         # YAML 1.1 reads a plain `no` as false.
         value = "no"
     for member in kind:
-        if value == member.value or (isinstance(value, str) and value.lower() in _spellings(member)):
+        spellings = (str(member.value).lower(), member.name.lower())
+        if value == member.value or (isinstance(value, str) and value.lower() in spellings):
             return member
     raise _not_among(value, [member.value for member in kind])
-
-
-def _spellings(member: Enum) -> tuple[str, str]:
-    return str(member.value).lower(), member.name.lower()
 
 
 def _choice(value: Any, choices: Collection[Any]) -> Any:

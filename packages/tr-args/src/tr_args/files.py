@@ -172,8 +172,7 @@ class Sources:
             try:
                 layer[option.cls][option.dest] = replace(item, value=option.read(item.value))
             except RefusedError as refusal:
-                shown = "***" if option.spec.hides(item.value) else item.value
-                self.problems.append(Problem(name, shown, str(refusal), item.origin))
+                self.problems.append(option.spec.problem(item.value, refusal, item.origin, name=name))
         for cls, known in layer.items():
             self.given[cls].update(without_aliases(cls, known, self.problems))
 

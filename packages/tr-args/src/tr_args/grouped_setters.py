@@ -172,8 +172,7 @@ class GroupedSetters:
             try:
                 convert_field(fields[name], value)
             except RefusedError as refusal:
-                shown = "***" if fields[name].hides(value) else value
-                problems.append(Problem(name, shown, str(refusal), "assignment"))
+                problems.append(fields[name].problem(value, refusal, "assignment"))
         if problems:
             raise ArgumentsError(problems)
         for name, value in values.items():

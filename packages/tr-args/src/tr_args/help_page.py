@@ -43,20 +43,18 @@ def _texts_under_fields(cls: type) -> dict[str, str]:
     return texts
 
 
-def add_sections(formatter: argparse.HelpFormatter, table: FlagTable) -> None:
-    """Add a section for every topic of every dataclass in `table`."""
+def add_sections(parser: argparse.ArgumentParser, table: FlagTable) -> None:
+    """Add a group to a parser, for its help page only, for every topic of every dataclass in `table`."""
     for cls in table.classes:
         topics: dict[str, list[FieldAction]] = {}
         for name in schema(cls):
             option = table.options[name]
             topics.setdefault(_topic(option.spec.owner), []).append(option)
         for topic, options in topics.items():
-            formatter.start_section(topic)
-            formatter.add_arguments([_shown(option, table) for option in options])
-            formatter.end_section()
+            parser.add_argument_group(topic)._group_actions += [_shown(option, table) for option in options]
         if former := sorted(aliases(cls)):
             names = ", ".join(f"--{name}" for name in former)
-            formatter.add_text(_escaped(f"Former names still accepted: {names}."))
+            parser.add_argument_group(description=_escaped(f"Former names still accepted: {names}."))
 
 
 def _shown(option: FieldAction, table: FlagTable) -> argparse.Action:

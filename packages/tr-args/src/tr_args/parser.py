@@ -66,6 +66,10 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(**{**kwargs, "allow_abbrev": False})
         self._field_actions = self._table.actions()
         self._actions += self._field_actions
+        if self._config_flag:
+            text = "YAML, TOML or JSON file with values by name; flags go before it. Can be repeated."
+            shown = argparse.Action([self._config_flag], "config", default=argparse.SUPPRESS, metavar="FILE", help=text)
+            self._optionals._group_actions.append(shown)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an argument by hand, as `argparse` does.
@@ -163,34 +167,17 @@ class ArgumentParser(argparse.ArgumentParser):
             return super().format_usage()
 
     def format_help(self) -> str:
-        """Return the help page: usage, then the flags by topic, then arguments added by hand."""
-        formatter = self._get_formatter()
-        config = f"[{self._config_flag} FILE] " if self._config_flag else ""
+        """Return the help page: usage, then arguments added by hand, then the flags by topic."""
         own = self.format_usage().removeprefix("usage: ").strip()
-        formatter.add_usage(f"{own} {config}[--NAME VALUE ...]".replace("%", "%%"), [], [])
-        formatter.add_text(self.description)
-        for group in self._action_groups:
-            formatter.start_section(group.title)
-            formatter.add_text(group.description)
-            formatter.add_arguments(group._group_actions)
-            if group is self._optionals and self._config_flag:
-                help_text = "YAML, TOML or JSON file with values by name; flags go before it. Can be repeated."
-                formatter.add_arguments(
-                    [
-                        argparse.Action(
-                            [self._config_flag],
-                            "config",
-                            None,
-                            default=argparse.SUPPRESS,
-                            metavar="FILE",
-                            help=help_text,
-                        )
-                    ]
-                )
-            formatter.end_section()
-        add_sections(formatter, self._table)
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
+        config = f"[{self._config_flag} FILE] " if self._config_flag else ""
+        before = self.usage, self._action_groups
+        self.usage = f"{own} {config}[--NAME VALUE ...]".replace("%", "%%")
+        self._action_groups = list(self._action_groups)
+        try:
+            add_sections(self, self._table)
+            return super().format_help()
+        finally:
+            self.usage, self._action_groups = before
 
     def _from_mapping(self, values: Mapping[str, Any], origin: str, allow_extra: bool) -> tuple[Any, ...]:
         sources = Sources(self._table)

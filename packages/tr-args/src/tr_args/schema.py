@@ -11,8 +11,9 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from tr_args.constraints import Constraint, Fact
+from tr_args.errors import Problem, RefusedError
 from tr_args.metadata import hint_of_words, optional
-from tr_log.masking import is_secret
+from tr_log.masking import MASK, is_secret
 
 FactKind = TypeVar("FactKind", bound=Fact)
 
@@ -73,6 +74,10 @@ class FieldSpec:
     def hides(self, value: Any) -> bool:
         """Whether this value of the field must not be shown, by its constraints or by its name."""
         return self.secret or is_secret(self.name, value)
+
+    def problem(self, value: Any, refusal: RefusedError, origin: str, *, name: str = "") -> Problem:
+        """Return the problem of a refused value, not shown if it is a secret; `name` is what the user wrote."""
+        return Problem(name or self.name, MASK if self.hides(value) else value, str(refusal), origin)
 
     def make_default(self) -> Any:
         """Return the default. Only for fields that have one."""

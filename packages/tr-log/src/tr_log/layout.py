@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,6 +106,47 @@ class Layout:
             else:
                 lines.append(cell)
         return lines[:MOST_LINES_OF_FIGURES]
+
+
+class Display(ABC):
+    """Where bars are drawn, and lines are written above them.
+
+    Attributes:
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._bars: list[Drawn] = []
+        self._layout = Layout()
+        self._next_s = 0.0  # when a drawing is due
+
+    def add(self, bar: Drawn) -> None:
+        """Show a bar below the others."""
+        self._bars.append(bar)
+        self.draw()
+
+    def remove(self, bar: Drawn) -> None:
+        """Remove a bar."""
+        if bar in self._bars:
+            self._bars.remove(bar)
+            self.draw()
+
+    def is_due(self) -> bool:
+        """Return whether enough time has passed since the last drawing for a bar that has only advanced."""
+        return self.clock() >= self._next_s
+
+    @abstractmethod
+    def draw(self) -> None:
+        """Draw all bars now, unless there were many drawings in the last second."""
+
+    @abstractmethod
+    def write(self, line: str) -> None:
+        """Write a line above the bars; it may contain colour codes."""
+
+    def log(self, line: str, step: int, entry: Mapping[str, Any]) -> None:
+        """Show a log entry, of which `line` is the line."""
+        self.write(line)
 
 
 def _bar(share: float | None, console: Console, width: int) -> Text:

@@ -14,7 +14,7 @@ from html import escape
 from typing import Any, ClassVar
 
 from tr_log import formatting
-from tr_log.layout import Drawn, Layout
+from tr_log.layout import Display
 from tr_log.report.curves import thin
 
 SECONDS_BETWEEN_UPDATES = 0.5
@@ -37,7 +37,7 @@ def _shell() -> Any:
     return get_ipython() if get_ipython is not None else None
 
 
-class NotebookOutput:
+class NotebookOutput(Display):
     """The output of one cell: bars with their figures, the last message, a curve of the losses, a table of the logs.
 
     Args:
@@ -47,13 +47,10 @@ class NotebookOutput:
     _newest: ClassVar[NotebookOutput | None] = None
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self._bars: list[Drawn] = []
+        super().__init__(clock)
         self._message = ""
         self._entries: dict[int, dict[str, Any]] = {}  # by step
-        self._layout = Layout()
         self._handle: Any = None
-        self._next_s = 0.0
         self._cell = getattr(_shell(), "execution_count", None)
 
     @classmethod
@@ -68,23 +65,8 @@ class NotebookOutput:
         is_empty = not (self._message or self._entries)
         return is_empty and self._cell == getattr(_shell(), "execution_count", None)
 
-    def add(self, bar: Drawn) -> None:
-        """Show a bar below the others."""
-        self._bars.append(bar)
-        self.draw()
-
-    def remove(self, bar: Drawn) -> None:
-        """Remove a bar. What is below the last one remains as the output of the cell."""
-        if bar in self._bars:
-            self._bars.remove(bar)
-        self.draw()
-
-    def is_due(self) -> bool:
-        """Return whether enough time has passed since the last update."""
-        return self.clock() >= self._next_s
-
     def draw(self) -> None:
-        """Change the output now."""
+        """Change the output now. What is below the last bar remains as the output of the cell."""
         text = f"<div>{self._bars_as_html()}{self._message_as_html()}{self._curve()}{self._table()}</div>"
         content = {"text/html": text, "text/plain": self._message}
         if self._handle is None:

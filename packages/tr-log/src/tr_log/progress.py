@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Protocol, TextIO, TypeVar
 
 from tr_log import formatting
-from tr_log.layout import Drawn, Figure, Row
+from tr_log.layout import Display, Figure, Row
 from tr_log.terminal import is_terminal, write_line
 
 
@@ -68,36 +68,6 @@ class RateMeter:
 
 
 SPEED_WINDOW_DRAWS = 25
-
-
-class Display(Protocol):
-    """Where bars are drawn."""
-
-    clock: Callable[[], float]
-
-    def add(self, bar: Drawn) -> None:
-        """Show a bar below the others."""
-        ...
-
-    def remove(self, bar: Drawn) -> None:
-        """Remove a bar."""
-        ...
-
-    def is_due(self) -> bool:
-        """Return whether enough time has passed since the last drawing for a bar that has only advanced."""
-        ...
-
-    def draw(self) -> None:
-        """Draw all bars now, unless there were many drawings in the last second."""
-        ...
-
-    def write(self, line: str) -> None:
-        """Write a line above the bars."""
-        ...
-
-    def log(self, line: str, step: int, entry: Mapping[str, Any]) -> None:
-        """Show a log entry, of which `line` is the line."""
-        ...
 
 
 class DrawnBar:

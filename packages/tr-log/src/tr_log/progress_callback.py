@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from tr_log import formatting
 from tr_log.formatting import to_scalar
-from tr_log.layout import Figure
+from tr_log.layout import Display, Figure
 from tr_log.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, EXCHANGE, PROFILE, START, active_clock
-from tr_log.progress import Bar, Display, DrawnBar, RateMeter, length, open_bar, open_display
+from tr_log.progress import Bar, DrawnBar, RateMeter, length, open_bar, open_display
 from tr_log.terminal import write_line
 from tr_log.tracker import EveryEvent
 

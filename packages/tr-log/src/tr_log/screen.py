@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
-from tr_log.layout import Drawn, Layout
+from tr_log.layout import Display, Drawn
 from tr_log.terminal import StreamRedirect, is_taken_by_rich, redirect_output, take_written_at_once, write_line
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SHARE_OF_DRAWING, LONGEST_BETWEEN_DRAWINGS_S = 0.01, 2.0  # of the time, at most
 LEFT_ALONE_S = 1.0
 
 
-class Screen:
+class Screen(Display):
     """The bars on one terminal. Output is redirected from the first bar until the last is closed.
 
     Nothing is redrawn in the background. A bar that advances asks whether a drawing is due.
@@ -42,10 +42,9 @@ class Screen:
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock, self.is_aside = clock, False
+        super().__init__(clock)
+        self.is_aside = False
         self._stream = stream
-        self._bars: list[Drawn] = []
-        self._layout = Layout()
         self._console: Console | None = None
         self._live: Live | None = None
         self._size = (80, 24)
@@ -53,7 +52,7 @@ class Screen:
         self._again: list[str] = []  # what a signal handler has written over the bars
         self._redirects: list[StreamRedirect] = []
         self._taken = ExitStack()
-        self._next_s, self._return_s = 0.0, 0.0
+        self._return_s = 0.0
         self._drawn_s = deque([float("-inf")] * MOST_DRAWINGS_A_SECOND, maxlen=MOST_DRAWINGS_A_SECOND)
         self._hides_cursor = self._is_drawn = False
         self._is_mid_line = _has_open_tqdm()
@@ -68,24 +67,16 @@ class Screen:
 
     def add(self, bar: Drawn) -> None:
         """Show a bar below the others."""
-        self._bars.append(bar)
         if self._console is None:
             self._take()
-        self.draw()
+        super().add(bar)
 
     def remove(self, bar: Drawn) -> None:
         """Remove a bar."""
-        if bar not in self._bars:
-            return
-        if len(self._bars) == 1:
+        if self._bars == [bar]:
             self.close()
         else:
-            self._bars.remove(bar)
-            self.draw()
-
-    def is_due(self) -> bool:
-        """Return whether enough time has passed since the last drawing for a bar that has only advanced."""
-        return self.clock() >= self._next_s
+            super().remove(bar)
 
     def draw(self) -> None:
         """Draw all bars now, unless there were ten drawings in the last second."""
@@ -123,10 +114,6 @@ class Screen:
                 self._live.console.print(Text.from_ansi(shown), soft_wrap=True)
             except (OSError, ValueError):
                 self._give_up()
-
-    def log(self, line: str, step: int, entry: object) -> None:
-        """Write the line of a log entry."""
-        self.write(line)
 
     def show_begun(self) -> None:
         """Show the beginning of a line, if a drawing is due."""
