@@ -121,7 +121,7 @@ def give_owners(ending_s: float) -> None:
 
 def set_hub_delays(repository: HubRepository, delays_s: tuple[float, ...]) -> None:
     """Set the waits of a repository before each retry of a failed request."""
-    repository._retrying._delays_s = delays_s
+    repository._delays_s = delays_s
 
 
 def verify(folder: Path) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from tr_ckpt.errors import PushError
 from tr_ckpt.hub import snapshot
-from tr_ckpt.hub.retrying import Retrying, Secret
+from tr_ckpt.hub.retrying import Secret, retried
 
 T = TypeVar("T")
 
@@ -63,7 +63,8 @@ class HubRepository:
                 f"the address of the Hub at {host} holds a user name or a password, which would be in every message; "
                 "give the address alone, and the token as hub_token or HF_TOKEN"
             )
-        self._retrying = Retrying(retry_delays_s, given if given else Secret(get_token() or ""))
+        self._delays_s = tuple(retry_delays_s)
+        self._secret = given if given else Secret(get_token() or "")
         self._made = False
 
     @classmethod
@@ -124,7 +125,7 @@ class HubRepository:
             from huggingface_hub import HfApi
 
             other._api = HfApi(endpoint=self.endpoint, token=given.reveal())
-            other._retrying = self._retrying.with_secret(given)
+            other._secret = given
         other.private = self.private if private is None else private
         if revision is not None:
             other.revision, other._made = revision, False
@@ -141,7 +142,7 @@ class HubRepository:
             with _without_progress_bars():
                 return question(self._api)
 
-        return self._retrying.run(what, quietly)
+        return retried(what, quietly, self._delays_s, self._secret)
 
     def make(self) -> None:
         """Make the repository and its branch, unless they exist; `repo_id` then includes the owner.
@@ -150,7 +151,8 @@ class HubRepository:
             PushError: it failed, also when tried again.
         """
         if not self._made:
-            self._retrying.run(f"{self.repo_id} could not be made on {self.endpoint}", self._make)
+            what = f"{self.repo_id} could not be made on {self.endpoint}"
+            retried(what, self._make, self._delays_s, self._secret)
             self._made = True
 
     def upload(self, folder: Path, message: str, *, mirror: Sequence[str] = ()) -> str:

@@ -42,7 +42,6 @@ class Push:
         clean_up: called once it is done, failed or given up.
         is_awaited: whether the end of the process waits for it.
         future: of the result.
-        is_claimed: whether a thread has taken over setting the future.
     """
 
     label: str
@@ -51,7 +50,6 @@ class Push:
     clean_up: Callable[[], None] = _do_nothing
     is_awaited: bool = True
     future: Future[Any] = field(default_factory=Future)
-    is_claimed: bool = False
 
 
 _queues: weakref.WeakSet[PushQueue] = weakref.WeakSet()
@@ -77,40 +75,33 @@ class PushQueue:
         self._most_waiting = most_waiting
         self._exit_limit_s = exit_limit_s
         self._changed = threading.Condition()
-        self._waiting: deque[Push] = deque()
-        self._running: Push | None = None
+        self._pushes: deque[Push] = deque()  # the first is under way
         self._process = os.getpid()
         _queues.add(self)
         _wait_at_exit()
 
     def submit(self, push: Push) -> Future[Any]:
         """Run `push` after those submitted before. Its failure is logged at once and added to `failures`."""
-        surplus, is_alone = None, False
         with self._changed:
-            if len(self._waiting) >= self._most_waiting:
-                surplus = self._waiting.popleft()
-            self._waiting.append(push)
-            if self._running is None:
-                self._running = self._waiting.popleft()
-                try:
-                    threading.Thread(target=self._work, name="hub-push", daemon=True).start()
-                except RuntimeError as error:
-                    logger.warning("%r is pushed in the foreground: %s", push.label, error)
-                    is_alone = True
-        if surplus is not None:
-            self._fail(surplus, PushError(f"{surplus.label!r} was not pushed: {self._most_waiting} newer ones wait"))
-        if is_alone:
+            if len(self._pushes) > self._most_waiting:
+                surplus = self._pushes[1]
+                self._end(
+                    surplus, None, PushError(f"{surplus.label!r} was not pushed: {self._most_waiting} newer ones wait")
+                )
+            self._pushes.append(push)
+            is_first = len(self._pushes) == 1
+        if is_first:
             try:
+                threading.Thread(target=self._work, name="hub-push", daemon=True).start()
+            except RuntimeError as error:
+                logger.warning("%r is pushed in the foreground: %s", push.label, error)
                 self._work()
-            except BaseException:  # such as Ctrl-C: no thread is left to wait for
-                self.give_up("it was interrupted")
-                raise
         return push.future
 
     def pending(self) -> list[Push]:
         """Return the running and the waiting pushes, in order."""
         with self._changed:
-            return ([] if self._running is None else [self._running]) + list(self._waiting)
+            return list(self._pushes)
 
     def is_busy(self) -> bool:
         """Whether a push is waiting or running."""
@@ -119,17 +110,14 @@ class PushQueue:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait at most `seconds`, or without limit if None; return whether all pushes are done."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._running is None, seconds)
+            return self._changed.wait_for(lambda: not self._pushes, seconds)
 
     def give_up(self, why: str) -> None:
         """Make all unfinished pushes fail; the running one continues, and its result is dropped."""
         with self._changed:
-            left = ([] if self._running is None else [self._running]) + list(self._waiting)
-            self._running = None
-            self._waiting.clear()
-            self._changed.notify_all()
-        for push in left:
-            self._fail(push, PushError(f"{push.label!r} was not pushed: {why}", may_pass=True), is_logged=False)
+            for push in self.pending():
+                error = PushError(f"{push.label!r} was not pushed: {why}", may_pass=True)
+                self._end(push, None, error, is_logged=False)
 
     def wait_at_exit(self) -> None:
         """Wait at the process' end for pushes that the log announced."""
@@ -148,42 +136,38 @@ class PushQueue:
             self.give_up("the process ended")
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                push = self._running
-            if push is None:  # given up
-                return
+        while pending := self.pending():
+            result, error = None, None
             try:
-                result = push.work()
-            except Exception as error:
-                self._fail(push, error)
-            else:
-                if self._claim(push):
-                    push.future.set_result(result)
-            with self._changed:
-                if self._running is not push:  # given up; a newer thread may run others by now
-                    return
-                self._running = self._waiting.popleft() if self._waiting else None
-                if self._running is None:
-                    self._changed.notify_all()
-                    return
+                result = pending[0].work()
+            except Exception as failure:
+                error = failure
+            except BaseException:  # such as Ctrl-C in the foreground: no thread is left to wait for
+                self.give_up("it was interrupted")
+                raise
+            if not self._end(pending[0], result, error):  # given up; a newer thread may run others by now
+                return
 
-    def _fail(self, push: Push, error: Exception, *, is_logged: bool = True) -> None:
-        if self._claim(push):
-            if is_logged:
-                logger.error("%s", error)
-            if push.is_awaited:
-                self.failures.append((push.label, str(error)))
-            push.future.set_exception(error)
-
-    def _claim(self, push: Push) -> bool:
-        """Claim the right to set a push's result; False if another thread has it: the worker, or one that gives up."""
+    def _end(self, push: Push, result: Any, error: Exception | None, *, is_logged: bool = True) -> bool:
+        """Take a push out of the queue once its future is set; False if another thread has done so."""
         with self._changed:
-            if push.is_claimed:
+            if push not in self._pushes:
                 return False
-            push.is_claimed = True
-        push.clean_up()
-        return True
+            push.clean_up()
+            if error is None:
+                push.future.set_result(result)
+            else:
+                self._note(push, error, is_logged)
+                push.future.set_exception(error)
+            self._pushes.remove(push)
+            self._changed.notify_all()
+            return True
+
+    def _note(self, push: Push, error: Exception, is_logged: bool) -> None:
+        if is_logged:
+            logger.error("%s", error)
+        if push.is_awaited:
+            self.failures.append((push.label, str(error)))
 
 
 @cache

@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn, TypeVar
@@ -67,70 +66,34 @@ MOST_ASKED_S = 900.0
 _LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")  # the header `ratelimit: "api";r=0;t=55`
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A request that failed.
+def retried(what: str, work: Callable[[], T], delays_s: Sequence[float], secret: Secret) -> T:
+    """Return what `work` returns, after repeating it when a failure may pass.
 
-    Attributes:
-        reason: the error text, without the token.
-        may_pass: whether the same request may succeed later.
-        asked_s: how long the Hub asks to wait; 0 if it does not.
-        status: status of the answer; None if there was none.
-    """
-
-    reason: str
-    may_pass: bool
-    asked_s: float
-    status: int | None
-
-
-class Retrying:
-    """Run requests, and repeat them after temporary failures.
+    The client repeats only some of its requests: not those that make a repository, look at it, or commit to it.
 
     Args:
+        what: what is not done if it fails; messages begin with it.
+        work: the request; called once or more often.
         delays_s: how long to wait before each retry, unless the Hub asks for a longer wait.
         secret: the token that no message may show.
+
+    Raises:
+        PushError: it failed for good. The error has neither cause nor context: their tracebacks may show a
+            request's headers, which hold the token.
     """
-
-    def __init__(self, delays_s: Sequence[float], secret: Secret) -> None:
-        self._delays_s = tuple(delays_s)
-        self._secret = secret
-
-    def with_secret(self, secret: Secret) -> Retrying:
-        """Return a copy that hides another token."""
-        return Retrying(self._delays_s, secret)
-
-    def run(self, what: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns.
-
-        Args:
-            what: what is not done if it fails; messages begin with it.
-            work: the request; called once or more often.
-
-        Raises:
-            PushError: it failed for good. The error has neither cause nor context: their tracebacks may show a
-                request's headers, which hold the token.
-        """
-        for delay_s in (*self._delays_s, None):
-            try:
-                return work()
-            except Exception as error:  # libraries below may raise any kind
-                failure = self._judge(error)
-            wait_s = 0.0 if delay_s is None else max(delay_s, failure.asked_s)
-            if delay_s is None or not failure.may_pass or wait_s > MOST_ASKED_S:
-                asked = f", and asks to wait {failure.asked_s:.0f} s" if failure.asked_s > MOST_ASKED_S else ""
-                raise PushError(f"{what}: {failure.reason}{asked}", status=failure.status, may_pass=failure.may_pass)
-            logger.warning("%s (%s); trying again in %g s", what, failure.reason, wait_s)
-            time.sleep(wait_s)
-        raise AssertionError  # the loop's last round returns or raises
-
-    def _judge(self, error: Exception) -> Failure:
-        return Failure(
-            printable(mask_secrets(self._secret.hide_in(_reason(error)))),
-            _may_pass(error),
-            _asked_s(error),
-            _status(error),
-        )
+    for delay_s in (*delays_s, None):
+        try:
+            return work()
+        except Exception as error:  # libraries below may raise any kind
+            reason = printable(mask_secrets(secret.hide_in(_reason(error))))
+            may_pass, asked_s, status = _may_pass(error), _asked_s(error), _status(error)
+        wait_s = 0.0 if delay_s is None else max(delay_s, asked_s)
+        if delay_s is None or not may_pass or wait_s > MOST_ASKED_S:
+            asked = f", and asks to wait {asked_s:.0f} s" if asked_s > MOST_ASKED_S else ""
+            raise PushError(f"{what}: {reason}{asked}", status=status, may_pass=may_pass)
+        logger.warning("%s (%s); trying again in %g s", what, reason, wait_s)
+        time.sleep(wait_s)
+    raise AssertionError  # the loop's last round returns or raises
 
 
 def _reason(error: BaseException) -> str:
