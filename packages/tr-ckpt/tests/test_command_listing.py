@@ -15,7 +15,8 @@ import pytest
 from ckpt_parts import flip, foreign, parts, rewritten, save
 
 from tr_ckpt import Checkpointer, discovery, files
-from tr_ckpt.command import listing, main, terminal
+from tr_ckpt.command import listing, main
+from tr_ckpt.command.terminal import Progress
 
 LOSSES = {9: 0.75, 10: 0.5, 20: 0.625}
 
@@ -265,20 +266,19 @@ class Terminal(io.StringIO):
 
 
 def test_verify_shows_how_far_it_is_on_a_terminal_and_leaves_nothing_there(run, capsys, monkeypatch):
+    end = Progress.end
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(terminal, "_PERIOD_S", 0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(Progress, "end", lambda progress: (progress._bars.refresh(), end(progress)))
     assert main(["verify", str(run)]) == 0
-    drawn = screen.getvalue().split("\r")
-    assert re.match(r" *\d+% \[#*\.*\] .* checkpoint-9/", drawn[1])
-    assert any(line.startswith("100% [########################]") for line in drawn)
-    assert max(map(len, drawn)) < 80
-    assert drawn[-2].strip() == ""
-    assert drawn[-1] == ""
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
+    assert re.match(r"100% \S+ \d.* kB .* checkpoint-20/", lines[-2]), lines
+    assert max(map(len, lines)) <= 80
+    assert screen.getvalue().endswith("\x1b[1A\x1b[2K")  # back to where it began, which is cleared
 
 
-def test_nothing_is_drawn_where_there_is_no_terminal(run, capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "_PERIOD_S", 0)
+def test_nothing_is_drawn_where_there_is_no_terminal(run, capsys):
     main(["verify", str(run)])
     assert capsys.readouterr().err == ""
 

@@ -3,7 +3,8 @@
 import pytest
 
 from tr_ckpt.command import terminal
-from tr_ckpt.command.terminal import Column, render, shorten, size
+from tr_ckpt.command.listing import size
+from tr_ckpt.command.terminal import Column, render, shorten
 
 
 @pytest.fixture

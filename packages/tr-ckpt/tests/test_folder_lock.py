@@ -5,6 +5,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -139,6 +140,19 @@ def test_a_run_is_refused_while_another_lives(tmp_path, caplog):
         assert "give this one a folder of its own (output_dir), wait for the other, or end it" in text
         assert "waiting up to" in caplog.text
     checkpointer.save(1, parts(1))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_suspended_process_of_this_machine_keeps_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "ENDING_S", 3 * folder_lock.STALE_S)  # longer than one of another machine has
+    with held_elsewhere(tmp_path) as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(FolderInUseError, match="is in use"):
+                Checkpointer(tmp_path).save(1, parts(1))
+        finally:
+            os.kill(other.pid, signal.SIGCONT)
+    assert not listed(tmp_path)
 
 
 def test_a_run_that_ends_soon_is_waited_for(tmp_path, monkeypatch):

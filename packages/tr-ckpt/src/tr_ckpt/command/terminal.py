@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from tr_log.formatting import printable, size
+from rich import progress
+from rich.console import Console
+
+from tr_log.formatting import printable
 
 _GAP = "  "
 
@@ -92,47 +94,35 @@ def _line(columns: Sequence[Column], row: int) -> str:
     return _GAP.join(cells).rstrip()
 
 
-_BAR = 24
-_PERIOD_S = 0.1
-
-
 class Progress:
-    """A progress line on stderr, redrawn in place; nothing is drawn if that is no terminal.
+    """A progress line on stderr, gone at the end; nothing is drawn if that is no terminal.
 
     Args:
         total_bytes: how much will be read.
     """
 
     def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
-        self._done = 0
-        self._what = ""
-        self._drawn = 0
-        self._begun_s = self._last_s = time.monotonic()
-        self._shown = sys.stderr.isatty()
+        self._bars = progress.Progress(
+            progress.TaskProgressColumn(),
+            progress.BarColumn(24),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            console=Console(file=sys.stderr),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bars.add_task("", total=total_bytes)
+        self._bars.start()
 
     def begin(self, what: str) -> None:
         """Name what is read now."""
-        self._what = printable(what)
+        self._bars.update(self._task, description=printable(what))
 
     def advance(self, size_bytes: int) -> None:
         """Add to the bytes read."""
-        self._done += size_bytes
-        now_s = time.monotonic()
-        if self._shown and now_s - self._last_s >= _PERIOD_S:
-            self._last_s = now_s
-            self._draw(now_s - self._begun_s)
+        self._bars.advance(self._task, size_bytes)
 
     def end(self) -> None:
         """Clear the line."""
-        if self._drawn:
-            print("\r" + " " * self._drawn, end="\r", file=sys.stderr, flush=True)
-            self._drawn = 0
-
-    def _draw(self, elapsed_s: float) -> None:
-        share = min(1.0, self._done / max(self._total, 1))
-        bar = ("#" * round(share * _BAR)).ljust(_BAR, ".")
-        speed = size(self._done / max(elapsed_s, 1e-9))
-        text = f"{share:4.0%} [{bar}] {size(self._total)}, {speed}/s, {self._what}"[:79]
-        print("\r" + text.ljust(self._drawn), end="", file=sys.stderr, flush=True)
-        self._drawn = len(text)
+        self._bars.stop()
