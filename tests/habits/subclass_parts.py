@@ -166,6 +166,13 @@ def assert_equal(theirs, ours, but=()):
         assert same(first, second), f"{name} was called with {first} there and {second} here"
 
 
+def run_alike(tmp_path, make_subclass, *, but=(), **how):
+    """Run a subclass on both sides and compare everything; return both."""
+    theirs, ours = run_both(tmp_path, make_subclass, **how)
+    assert_equal(theirs, ours, but=but)
+    return theirs, ours
+
+
 def _assert_entries(theirs, ours):
     assert len(ours) == len(theirs), f"{theirs} {ours}"
     for number, (first, second) in enumerate(zip(theirs, ours, strict=True)):

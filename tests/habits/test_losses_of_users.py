@@ -2,7 +2,6 @@
 
 import pytest
 from habit_parts import Net, batches, by_hand, logged, rows
-from torch import nn
 
 from tr_core import Trainer
 
@@ -32,35 +31,6 @@ def test_entries_logged_in_compute_loss_are_in_the_history_beside_those_of_the_s
     assert len(logged(trainer)) == 4
 
 
-LOOKS = {
-    "printing": lambda count: f"{count}",
-    "int": int,
-    "item": lambda count: count.item(),
-    "comparing": lambda count: bool(count > 0),
-    "keeping": lambda count: [count],
-}
-
-
-@pytest.mark.parametrize("name", LOOKS)
-def test_looking_at_the_count_of_targets_leaves_the_loss_a_mean(make_trainer, name):
-    class Looks(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            if num_items_in_batch is not None:
-                LOOKS[name](num_items_in_batch)
-            return super().compute_loss(model, inputs, return_outputs)
-
-    def loss_of(outputs, labels, num_items_in_batch=None):
-        if num_items_in_batch is not None:
-            LOOKS[name](num_items_in_batch)
-        return nn.functional.mse_loss(outputs["logits"], labels)
-
-    first, second, third, fourth = batches(rows())
-    for parts in ({"trainer_class": Looks}, {"compute_loss_func": loss_of}):
-        trainer, other = make_trainer(**parts, gradient_accumulation_steps=2, max_steps=2), Net()
-        trainer.train()
-        assert logged(trainer) == pytest.approx(by_hand(other, [[first, second], [third, fourth]]))
-
-
 def test_compute_loss_without_return_outputs_trains_and_evaluations_say_what_is_missing(make_trainer):
     class Short(Trainer):
         def compute_loss(self, model, inputs):
@@ -71,6 +41,3 @@ def test_compute_loss_without_return_outputs_trains_and_evaluations_say_what_is_
     assert logged(trainer) == pytest.approx(by_hand(other, batches(rows())))
     with pytest.raises(TypeError, match="return_outputs"):
         trainer.evaluate()
-
-
-# What models return

@@ -5,7 +5,7 @@ import random
 import datasets
 import torch
 from habit_parts import rows, stack
-from subclass_parts import assert_equal, class_rows, run_both
+from subclass_parts import assert_equal, class_rows, run_alike, run_both
 from torch.utils.data import DataLoader, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
@@ -30,7 +30,7 @@ def test_a_sampler_only_where_an_option_asks_for_it_leaves_the_usual_order(tmp_p
                 return WeightedRandomSampler([1.0] * len(self.train_dataset), len(self.train_dataset))
             return super()._get_train_sampler(*args, **kwargs)
 
-    assert_equal(*run_both(tmp_path, OptionalTrainer, num_train_epochs=2))
+    run_alike(tmp_path, OptionalTrainer, num_train_epochs=2)
 
 
 def test_a_loader_of_ones_own_takes_the_usual_sampler(tmp_path):
@@ -46,7 +46,7 @@ def test_a_loader_of_ones_own_takes_the_usual_sampler(tmp_path):
                 pin_memory=False,
             )
 
-    assert_equal(*run_both(tmp_path, CopiedTrainer, num_train_epochs=2))
+    run_alike(tmp_path, CopiedTrainer, num_train_epochs=2)
 
 
 def test_the_usual_sampler_is_asked_for_by_hand(tmp_path):
@@ -88,7 +88,7 @@ def test_buckets_that_a_sampler_shuffles_by_its_own_count_of_epochs(tmp_path):
                 self.sampler = Buckets([5, 1, 4, 2, 2, 7, 1, 3], 2)
             return self.sampler
 
-    assert_equal(*run_both(tmp_path, BucketTrainer, num_train_epochs=2))
+    run_alike(tmp_path, BucketTrainer, num_train_epochs=2)
 
 
 def test_a_shuffled_loader_with_another_batch_size(tmp_path):
@@ -97,8 +97,7 @@ def test_a_shuffled_loader_with_another_batch_size(tmp_path):
             draws = torch.Generator().manual_seed(self.args.seed)
             return DataLoader(self.train_dataset, batch_size=4, shuffle=True, generator=draws, collate_fn=stack)
 
-    theirs, ours = run_both(tmp_path, ShuffledTrainer, num_train_epochs=3)
-    assert_equal(theirs, ours)
+    _, ours = run_alike(tmp_path, ShuffledTrainer, num_train_epochs=3)
     assert ours.trainer.state.global_step == 6
 
 
@@ -112,7 +111,7 @@ def test_batches_of_unequal_sizes_by_a_batch_sampler(tmp_path):
 
         return DayTrainer
 
-    assert_equal(*run_both(tmp_path, by_day, num_train_epochs=2))
+    run_alike(tmp_path, by_day, num_train_epochs=2)
 
 
 def test_loaders_of_two_data_sets_take_turns(tmp_path):
@@ -142,10 +141,9 @@ def test_loaders_of_two_data_sets_take_turns(tmp_path):
             options = {"batch_size": self.args.train_batch_size, "collate_fn": self.data_collator}
             return Turns(*(DataLoader(data, **options) for data in (self.train_dataset, self.second)))
 
-    theirs, ours = run_both(
+    _, ours = run_alike(
         tmp_path, MixedTrainer, build=lambda kind, parts: kind(**parts, second=rows(4, seed=2)), num_train_epochs=2
     )
-    assert_equal(theirs, ours)
     assert ours.trainer.state.global_step == 12
 
 
@@ -170,8 +168,7 @@ def test_a_loader_of_super_is_wrapped_to_watch_its_batches(tmp_path):
             self.watched = Watched(super().get_train_dataloader())
             return self.watched
 
-    theirs, ours = run_both(tmp_path, WatchingTrainer, num_train_epochs=2)
-    assert_equal(theirs, ours)
+    theirs, ours = run_alike(tmp_path, WatchingTrainer, num_train_epochs=2)
     assert ours.trainer.watched.batches == theirs.trainer.watched.batches == 8
 
 
@@ -198,10 +195,7 @@ def test_a_loader_of_predictions_has_a_collator_of_its_own(tmp_path):
                 collate_fn=lambda samples: {"x": 2 * torch.stack([sample["x"] for sample in samples])},
             )  # fmt: skip
 
-    theirs, ours = run_both(
-        tmp_path, PredictingTrainer, use=lambda trainer: trainer.predict(rows(5, seed=1)).predictions.tolist()
-    )
-    assert_equal(theirs, ours)
+    run_alike(tmp_path, PredictingTrainer, use=lambda trainer: trainer.predict(rows(5, seed=1)).predictions.tolist())
 
 
 def test_unused_columns_that_are_kept_reach_the_collator(tmp_path):
@@ -212,8 +206,7 @@ def test_unused_columns_that_are_kept_reach_the_collator(tmp_path):
     def collate(samples):
         return {**two_columns(samples), "labels": torch.tensor([sample["weight"] for sample in samples])}
 
-    theirs, ours = run_both(tmp_path, KeepingTrainer, parts={"train_dataset": table, "data_collator": collate})
-    assert_equal(theirs, ours)
+    run_alike(tmp_path, KeepingTrainer, parts={"train_dataset": table, "data_collator": collate})
 
 
 def test_columns_added_to_those_of_the_signature_reach_compute_loss(tmp_path):
@@ -247,8 +240,7 @@ def test_a_collator_that_is_not_wrapped_sees_all_columns(tmp_path):
         return stack([{"x": sample["x"], "labels": sample["labels"]} for sample in samples])
 
     data = [{**row, "number": index} for index, row in enumerate(rows())]
-    theirs, ours = run_both(tmp_path, UnwrappedTrainer, parts={"train_dataset": lambda: data, "data_collator": collate})
-    assert_equal(theirs, ours)
+    run_alike(tmp_path, UnwrappedTrainer, parts={"train_dataset": lambda: data, "data_collator": collate})
     assert seen == [["labels", "number", "x"]] * 8
 
 
@@ -264,7 +256,7 @@ def test_a_collator_that_is_a_method_is_set_after_construction(tmp_path):
             batch["x"] = self.scale * batch["x"]
             return batch
 
-    assert_equal(*run_both(tmp_path, CollatingTrainer, build=lambda kind, parts: kind(**parts, scale=0.5)))
+    run_alike(tmp_path, CollatingTrainer, build=lambda kind, parts: kind(**parts, scale=0.5))
 
 
 def test_inputs_are_built_from_a_batch_in_training_and_evaluation(tmp_path):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import torch
 from habit_parts import rows, stack
-from subclass_parts import assert_equal, class_rows, run_both, same
+from subclass_parts import assert_equal, class_rows, run_alike, run_both, same
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -32,7 +32,7 @@ def test_outputs_are_a_dict_of_the_loss_and_two_tensors(tmp_path):
             both = {"loss": loss, "logits": outputs.logits, "scores": outputs.logits.softmax(-1)}
             return (loss, both) if return_outputs else loss
 
-    assert_equal(*run_both(tmp_path, TwoTensorsTrainer, **evaluated()))
+    run_alike(tmp_path, TwoTensorsTrainer, **evaluated())
 
 
 def test_outputs_are_a_tuple_whose_first_is_the_loss(tmp_path):
@@ -41,7 +41,7 @@ def test_outputs_are_a_tuple_whose_first_is_the_loss(tmp_path):
             outputs = model(**inputs)
             return (outputs.loss, (outputs.loss, outputs.logits)) if return_outputs else outputs.loss
 
-    assert_equal(*run_both(tmp_path, TupleTrainer, **evaluated()))
+    run_alike(tmp_path, TupleTrainer, **evaluated())
 
 
 def test_outputs_that_are_the_logits_alone_keep_their_first_row(tmp_path):
@@ -140,7 +140,7 @@ def test_a_shuffled_loader_without_a_generator_draws_from_the_seed_of_the_run(tm
         def get_train_dataloader(self):
             return DataLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=stack)
 
-    assert_equal(*run_both(tmp_path, ShuffledTrainer, num_train_epochs=3))
+    run_alike(tmp_path, ShuffledTrainer, num_train_epochs=3)
 
 
 def test_a_step_returns_a_loss_of_another_scale_than_it_trains(tmp_path):
@@ -149,7 +149,7 @@ def test_a_step_returns_a_loss_of_another_scale_than_it_trains(tmp_path):
             loss = super().training_step(model, inputs, num_items_in_batch)
             return loss * self.args.gradient_accumulation_steps
 
-    assert_equal(*run_both(tmp_path, ScaledTrainer, gradient_accumulation_steps=2, num_train_epochs=2))
+    run_alike(tmp_path, ScaledTrainer, gradient_accumulation_steps=2, num_train_epochs=2)
 
 
 def test_a_loss_function_is_chosen_by_the_constructor_after_super(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from habit_parts import Net, rows
 from safetensors.torch import load_file, save_file
-from subclass_parts import assert_equal, run_both
+from subclass_parts import assert_equal, run_alike, run_both
 from torch import nn
 
 import tr_core
@@ -98,8 +98,7 @@ def test_a_file_is_added_to_each_checkpoint(tmp_path):
 
         return AddingTrainer
 
-    theirs, ours = run_both(tmp_path, adding, **SAVING)
-    assert_equal(theirs, ours)
+    theirs, ours = run_alike(tmp_path, adding, **SAVING)
     same_files(theirs, ours, "checkpoint-2/extra.json", "checkpoint-4/extra.json")
     resumed = adding(tr_core.Trainer)(Net(seed=9), ours.trainer.args, train_dataset=rows())
     resumed.train(resume_from_checkpoint=str(ours.folder / "checkpoint-2"))
@@ -114,8 +113,7 @@ def test_the_folder_of_a_checkpoint_is_made_before_super_saves_it(tmp_path):
             (folder / "before.txt").write_text("before")
             return super()._save_checkpoint(model, trial, **kwargs)
 
-    theirs, ours = run_both(tmp_path, MakingTrainer, **SAVING)
-    assert_equal(theirs, ours)
+    theirs, ours = run_alike(tmp_path, MakingTrainer, **SAVING)
     same_files(theirs, ours, "checkpoint-2/before.txt", "checkpoint-2/model.safetensors")
 
 
@@ -147,8 +145,7 @@ def test_a_checkpoint_that_is_a_projector_alone_is_written_without_super(tmp_pat
             weights = {name: value for name, value in self.model.named_parameters() if "body" in name}
             torch.save({name: value.detach().cpu() for name, value in weights.items()}, folder / "projector.bin")
 
-    theirs, ours = run_both(tmp_path, ProjectorTrainer, **SAVING)
-    assert_equal(theirs, ours)
+    theirs, ours = run_alike(tmp_path, ProjectorTrainer, **SAVING)
     assert ours.files("checkpoint-2") == theirs.files("checkpoint-2") == ["projector.bin"]
 
 
@@ -203,8 +200,7 @@ def test_a_resume_with_a_fresh_optimizer_overrides_what_loads_the_old_one(tmp_pa
             return
 
     options = {"optim": "adamw_torch", "lr_scheduler_type": "linear", **SAVING}
-    theirs, ours = run_both(tmp_path, FreshTrainer, use=train_and_resume, **options)
-    assert_equal(theirs, ours)
+    _, ours = run_alike(tmp_path, FreshTrainer, use=train_and_resume, **options)
     assert ours.result[1] == [0.05, 0.05]
 
 
@@ -215,8 +211,7 @@ def test_weights_are_loaded_from_a_checkpoint_by_ones_own_alone(tmp_path):
             head = {name.removeprefix("head."): value for name, value in saved.items() if name.startswith("head")}
             self.model.head.load_state_dict(head)
 
-    theirs, ours = run_both(tmp_path, PartlyTrainer, use=train_and_resume, **SAVING)
-    assert_equal(theirs, ours)
+    _, ours = run_alike(tmp_path, PartlyTrainer, use=train_and_resume, **SAVING)
     assert not torch.equal(ours.result[0]["body.weight"], ours.weights["body.weight"])
 
 
@@ -329,6 +324,5 @@ def test_the_state_is_saved_with_more_beside_it(tmp_path):
         trainer.save_metrics("train", {"loss": 1.0})
         return json.loads((Path(trainer.args.output_dir) / "all_results.json").read_text())
 
-    theirs, ours = run_both(tmp_path, MoreTrainer, use=use)
-    assert_equal(theirs, ours)
+    theirs, ours = run_alike(tmp_path, MoreTrainer, use=use)
     same_files(theirs, ours, "args.json", "train_results.json")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from habit_parts import logged
-from subclass_parts import assert_equal, class_rows, run_both
+from subclass_parts import assert_equal, class_rows, run_alike, run_both
 from torch import nn
 
 import tr_core
@@ -86,7 +86,7 @@ def test_weights_disturbed_from_an_epoch_on_are_put_back_after_the_second_backwa
                     weight.data.copy_(kept[name])
             return loss.detach()
 
-    assert_equal(*run_both(tmp_path, WeightPerturbationTrainer, classes=True, num_train_epochs=3))
+    run_alike(tmp_path, WeightPerturbationTrainer, classes=True, num_train_epochs=3)
 
 
 def test_projected_steps_of_an_attack_keep_the_first_gradient_aside(tmp_path):
@@ -111,7 +111,7 @@ def test_projected_steps_of_an_attack_keep_the_first_gradient_aside(tmp_path):
             layer.weight.data = start
             return loss
 
-    assert_equal(*run_both(tmp_path, ProjectedTrainer, classes=True, num_train_epochs=2))
+    run_alike(tmp_path, ProjectedTrainer, classes=True, num_train_epochs=2)
 
 
 def test_the_gradient_of_the_worst_neighbour_is_applied_where_the_weights_were(tmp_path):
@@ -132,7 +132,7 @@ def test_the_gradient_of_the_worst_neighbour_is_applied_where_the_weights_were(t
                     weight.sub_(move)
             return loss
 
-    assert_equal(*run_both(tmp_path, SharpnessTrainer, num_train_epochs=2, max_grad_norm=0.5))
+    run_alike(tmp_path, SharpnessTrainer, num_train_epochs=2, max_grad_norm=0.5)
 
 
 def test_a_penalty_on_the_gradient_of_the_inputs_is_trained(tmp_path):
@@ -195,8 +195,7 @@ def test_a_backward_by_the_accelerator_divides_nothing(tmp_path):
             self.accelerator.backward(loss)
             return loss.detach()
 
-    theirs, ours = run_both(tmp_path, DividingTrainer, gradient_accumulation_steps=3, num_train_epochs=2, classes=True)
-    assert_equal(theirs, ours)
+    run_alike(tmp_path, DividingTrainer, gradient_accumulation_steps=3, num_train_epochs=2, classes=True)
 
 
 def test_batches_kept_aside_are_rehearsed_in_a_second_step_within_one(tmp_path):
@@ -212,7 +211,7 @@ def test_batches_kept_aside_are_rehearsed_in_a_second_step_within_one(tmp_path):
             self.kept.append(dict(inputs))
             return loss
 
-    assert_equal(*run_both(tmp_path, RehearsalTrainer, num_train_epochs=2))
+    run_alike(tmp_path, RehearsalTrainer, num_train_epochs=2)
 
 
 def test_gradients_of_two_losses_that_disagree_are_written_by_hand(tmp_path):
@@ -233,7 +232,7 @@ def test_gradients_of_two_losses_that_disagree_are_written_by_hand(tmp_path):
                 weight.grad = grad.view_as(weight).clone()
             return sum(losses).detach()
 
-    assert_equal(*run_both(tmp_path, SurgeryTrainer, classes=True, num_train_epochs=2))
+    run_alike(tmp_path, SurgeryTrainer, classes=True, num_train_epochs=2)
 
 
 def test_a_layer_is_frozen_in_the_first_epoch_and_thawed_by_the_step(tmp_path):
@@ -242,8 +241,7 @@ def test_a_layer_is_frozen_in_the_first_epoch_and_thawed_by_the_step(tmp_path):
             self.model.body.requires_grad_(self.state.epoch >= 1)
             return super().training_step(model, inputs, num_items_in_batch)
 
-    theirs, ours = run_both(tmp_path, ThawingTrainer, num_train_epochs=2)
-    assert_equal(theirs, ours)
+    run_alike(tmp_path, ThawingTrainer, num_train_epochs=2)
 
 
 def test_a_part_put_into_evaluation_mode_by_each_step_keeps_its_statistics(tmp_path):
@@ -269,8 +267,7 @@ def test_a_part_put_into_evaluation_mode_by_each_step_keeps_its_statistics(tmp_p
             self.accelerator.backward(loss)
             return loss.detach()
 
-    theirs, ours = run_both(tmp_path, StatisticsTrainer, parts={"model": Normed})
-    assert_equal(theirs, ours)
+    _, ours = run_alike(tmp_path, StatisticsTrainer, parts={"model": Normed})
     assert ours.weights["norm.num_batches_tracked"] == 0
 
 
@@ -292,7 +289,7 @@ def test_a_second_optimizer_is_stepped_by_the_step(tmp_path):
             outputs = model(**inputs)
             return outputs["loss"] * torch.exp(-self.strength) + self.strength
 
-    assert_equal(*run_both(tmp_path, TwoOptimizersTrainer, num_train_epochs=2))
+    run_alike(tmp_path, TwoOptimizersTrainer, num_train_epochs=2)
 
 
 def test_a_batch_that_is_left_out_returns_a_zero_without_a_gradient(tmp_path):
@@ -302,7 +299,7 @@ def test_a_batch_that_is_left_out_returns_a_zero_without_a_gradient(tmp_path):
                 return torch.tensor(0.0, device=self.args.device)
             return super().training_step(model, inputs, num_items_in_batch)
 
-    assert_equal(*run_both(tmp_path, SkippingTrainer))
+    run_alike(tmp_path, SkippingTrainer)
 
 
 def test_a_function_of_the_accelerator_that_is_replaced_is_refused(tmp_path, make_trainer):
@@ -329,4 +326,4 @@ def test_the_wrapped_model_is_called_by_a_step_that_knows_no_other(tmp_path):
             self.log({"everywhere": everywhere, "step": self.state.global_step})
             return loss.detach()
 
-    assert_equal(*run_both(tmp_path, WrappedTrainer))
+    run_alike(tmp_path, WrappedTrainer)

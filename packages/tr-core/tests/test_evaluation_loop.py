@@ -11,7 +11,7 @@ from support.models import Classifier
 from support.runs import accuracy
 from torch import nn
 
-from tr_core import EvalPrediction, Trainer, TrainerCallback
+from tr_core import Trainer, TrainerCallback
 from tr_core.evaluation.output_buffer import OutputBuffer
 
 
@@ -72,42 +72,6 @@ def test_several_data_sets_are_evaluated_one_by_one_with_their_names(make_traine
     assert trainer.evaluate("far")["eval_loss"] == result["eval_far_loss"] != result["eval_near_loss"]
 
 
-def test_predict_gives_rows_in_order_with_the_test_prefix(make_trainer, model):
-    data = samples(11)
-    trainer = make_trainer(compute_metrics=accuracy)
-    output = trainer.predict(data)
-    expected = model(torch.stack([row["x"] for row in data]))["logits"].detach().numpy()
-    np.testing.assert_allclose(output.predictions, expected, rtol=1e-5, atol=1e-6)
-    assert output.label_ids.tolist() == [int(row["labels"]) for row in data]
-    assert {"test_accuracy", "test_loss", "test_runtime", "test_samples_per_second"} <= set(output.metrics)
-
-
-def test_predictions_without_labels_have_no_loss_and_no_metrics(make_trainer):
-    data = [{"x": row["x"]} for row in samples(5)]
-    output = make_trainer(compute_metrics=accuracy).predict(data)
-    assert output.predictions.shape == (5, 3)
-    assert output.label_ids is None
-    assert not any(name.endswith(("loss", "accuracy")) for name in output.metrics)
-
-
-def test_ragged_outputs_are_padded_with_minus_one_hundred_and_tuples_stay_tuples(make_trainer):
-    trainer = make_trainer(model=Ragged(), per_device_eval_batch_size=4)
-    output = trainer.predict(ragged(10))
-    logits, (shifted, first) = output.predictions
-    assert output.label_ids.shape == (10, 3)
-    assert output.label_ids[0].tolist() == [0, -100, -100]
-    assert logits.shape == (10, 3)
-    assert logits[0].tolist() == [0, -100, -100]
-    assert logits[9].tolist() == [9, 9, 9]
-    assert shifted[5].tolist() == [6, 6, -100]
-    assert first.shape == (10, 1)
-
-
-def test_batches_can_be_kept_apart(make_trainer):
-    output = make_trainer(eval_do_concat_batches=False, per_device_eval_batch_size=4).predict(samples(10))
-    assert [len(batch) for batch in output.predictions] == [4, 4, 2]
-
-
 @pytest.mark.parametrize("every", [1, 2, 100])
 @pytest.mark.parametrize("model_class", [Classifier, Ragged])
 def test_moving_outputs_to_the_host_more_often_changes_nothing(make_trainer, model_class, every):
@@ -120,46 +84,6 @@ def test_moving_outputs_to_the_host_more_often_changes_nothing(make_trainer, mod
     assert_same_trees(moved.predictions, plain.predictions)
     assert_same_trees(moved.label_ids, plain.label_ids)
     assert moved.metrics["test_loss"] == plain.metrics["test_loss"]
-
-
-def test_preprocessing_decides_what_is_kept(make_trainer):
-    trainer = make_trainer(
-        eval_dataset=samples(6),
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        compute_metrics=lambda p: {"shape": list(p.predictions.shape)},
-    )
-    assert trainer.evaluate()["eval_shape"] == [6]
-
-
-def test_inputs_and_losses_are_there_when_asked_for(make_trainer):
-    seen = {}
-
-    def metrics(prediction):
-        predictions, labels, inputs, losses = prediction
-        seen.update(inputs=inputs.shape, losses=losses.shape, rows=len(predictions))
-        return {}
-
-    model = Classifier()
-    model.main_input_name = "x"
-    make_trainer(
-        model=model, eval_dataset=samples(6), compute_metrics=metrics, include_for_metrics=["inputs", "loss"]
-    ).evaluate()
-    assert seen == {"inputs": (6, 8), "losses": (6,), "rows": 6}
-
-
-def test_metrics_by_batch_get_the_result_flag_with_the_last_one(make_trainer):
-    flags, rows = [], []
-
-    def metrics(prediction, compute_result):
-        flags.append(compute_result)
-        rows.append(len(prediction.predictions))
-        return {"rows": sum(rows)}
-
-    trainer = make_trainer(
-        eval_dataset=samples(10), per_device_eval_batch_size=4, compute_metrics=metrics, batch_eval_metrics=True
-    )
-    assert trainer.evaluate()["eval_rows"] == 10
-    assert flags == [False, False, True]
 
 
 def test_only_the_loss_is_kept_when_nobody_looks_at_predictions(make_trainer, monkeypatch):
@@ -293,9 +217,3 @@ def test_outputs_that_come_and_go_are_an_error(make_trainer):
 
     with pytest.raises(ValueError, match="different structures: a tuple of 2 before, a tensor now"):
         make_trainer(model=Fickle(), per_device_eval_batch_size=4).predict(samples(6))
-
-
-def test_a_prediction_unpacks_into_what_was_asked_for():
-    assert tuple(EvalPrediction(1, 2)) == (1, 2)
-    assert tuple(EvalPrediction(1, 2, inputs=3, losses=4)) == (1, 2, 3, 4)
-    assert EvalPrediction(1, 2, losses=4)[2] == 4

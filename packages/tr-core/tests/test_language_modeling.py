@@ -1,8 +1,5 @@
 """Batches for language models: the next token, or masked tokens and words."""
 
-from collections import UserDict
-
-import numpy as np
 import pytest
 import torch
 from support.data import ToyTokenizer
@@ -17,25 +14,6 @@ from tr_core.random_state import separate_randomness
 
 def next_tokens(tokenizer=None, **options):
     return DataCollatorForLanguageModeling(tokenizer or ToyTokenizer(), mlm=False, **options)
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda ids: {"input_ids": ids}, UserDict])
-def test_all_tokens_but_the_padding_are_labels(side, convert):
-    rows = [[5, 6, 2], [7, 2]]
-    features = [convert({"input_ids": row} if convert is UserDict else row) for row in rows]
-    batch = next_tokens(ToyTokenizer(side))(features)
-    short, ignored = ([7, 2, 0], [7, 2, -100]) if side == "right" else ([0, 7, 2], [-100, 7, 2])
-    assert batch["input_ids"].tolist() == [[5, 6, 2], short]
-    assert batch["labels"].tolist() == [[5, 6, 2], ignored]
-    assert batch["labels"].dtype == torch.int64
-
-
-def test_rows_are_padded_to_a_multiple():
-    for features in ([[5, 6, 7]], [{"input_ids": [5, 6, 7]}]):
-        batch = next_tokens(pad_to_multiple_of=4)(features)
-        assert batch["input_ids"].tolist() == [[5, 6, 7, 0]]
-        assert batch["labels"].tolist() == [[5, 6, 7, -100]]
 
 
 @pytest.mark.parametrize("convert", [list, lambda ids: {"input_ids": ids}])
@@ -90,44 +68,11 @@ def test_labels_are_the_chosen_tokens_and_the_rest_of_the_input_is_untouched():
     assert not chosen[:, [0, -1]].any()
 
 
-@pytest.mark.parametrize(
-    ("options", "share_chosen", "share_mask", "share_kept"),
-    [
-        ({}, 0.15, 0.8, 0.1),
-        ({"mlm_probability": 0.4, "mask_replace_prob": 0.5, "random_replace_prob": 0.3}, 0.4, 0.5, 0.2),
-        ({"mlm_probability": 1.0, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}, 1.0, 1.0, 0.0),
-        ({"mask_replace_prob": 0.0, "random_replace_prob": 0.0}, 0.15, 0.0, 1.0),
-        ({"mlm_probability": 0.0}, 0.0, None, None),
-    ],
-)
-def test_tokens_are_chosen_and_replaced_with_the_probabilities_given(options, share_chosen, share_mask, share_kept):
-    ids = texts(400)
-    batch = masked(ids.tolist(), **options)
-    inner = torch.ones_like(ids, dtype=torch.bool)
-    inner[:, [0, -1]] = False
-    chosen = batch["labels"] != -100
-    # Bounds of four standard deviations or more: 400 rows of 48 tokens.
-    assert float(chosen[inner].float().mean()) == pytest.approx(share_chosen, abs=0.015)
-    if share_mask is None:
-        return
-    became = batch["input_ids"][chosen]
-    assert float((became == 3).float().mean()) == pytest.approx(share_mask, abs=0.035)
-    # A random token may be the one it replaces, once in a hundred.
-    assert float((became == ids[chosen]).float().mean()) == pytest.approx(share_kept, abs=0.035)
-
-
 def test_random_tokens_are_of_the_whole_vocabulary():
     ids = texts(400)
     batch = masked(ids.tolist(), mlm_probability=1.0, mask_replace_prob=0.0, random_replace_prob=1.0)
     became = batch["input_ids"][batch["labels"] != -100]
     assert became.unique().tolist() == list(range(100))
-
-
-def test_special_tokens_of_the_samples_are_never_chosen():
-    feature = {"input_ids": [5, 6, 7, 8], "special_tokens_mask": [0, 1, 0, 1]}
-    batch = masked([feature, {"input_ids": [9], "special_tokens_mask": [0]}], mlm_probability=1.0)
-    assert batch["labels"].tolist() == [[5, -100, 7, -100], [9, -100, -100, -100]]
-    assert "special_tokens_mask" not in batch
 
 
 def test_what_is_chosen_depends_on_the_host_generator_and_the_seed():

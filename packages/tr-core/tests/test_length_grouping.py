@@ -22,12 +22,6 @@ def grouped(number, batch_size, per_step=None, seed=3, **options):
     return EpochSampler(number, batch_size, shuffle=True, seed=seed, grouping=grouping, **options)
 
 
-def padding_of(order, lengths, batch_size):
-    """Return the padding tokens of batches that are cut from an order."""
-    batches = [lengths[order[i : i + batch_size]] for i in range(0, len(order), batch_size)]
-    return sum(int(batch.max() * len(batch) - batch.sum()) for batch in batches)
-
-
 # The order
 
 
@@ -41,26 +35,6 @@ def test_epochs_and_seeds_differ_and_nothing_is_drawn_from_the_global_generator(
     assert orders[0] == orders[2] != orders[1]
     assert grouped(100, 4, seed=4).order().tolist() != orders[0]
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("number", [64, 500, 5000])
-def test_grouping_wastes_less_padding_than_a_random_order(number):
-    lengths = some_lengths(number)
-    shuffled = permutation(number, 0, 0)
-    waste = padding_of(LengthGrouping(lengths, 8).arrange(shuffled), lengths, 8)
-    assert waste < (0.6 if number < 100 else 0.3) * padding_of(shuffled, lengths, 8)
-
-
-def test_the_longest_sample_comes_first():
-    lengths = torch.randperm(1000)
-    for epoch in range(5):
-        assert LengthGrouping(lengths, 4).arrange(permutation(1000, 0, epoch))[0] == int(lengths.argmax())
-
-
-def test_groups_are_of_fifty_steps_or_a_quarter_of_the_epoch_or_one_step():
-    assert LengthGrouping(some_lengths(10_000), 8).group_size == 400
-    assert LengthGrouping(some_lengths(320), 8).group_size == 80
-    assert LengthGrouping(some_lengths(10), 8).group_size == 8
 
 
 @pytest.mark.parametrize("number", [0, 1])

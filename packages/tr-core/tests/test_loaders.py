@@ -111,25 +111,6 @@ def test_a_loader_says_how_many_samples_all_ranks_take_and_have(make_trainer):
 # Seeds and orders
 
 
-def first_labels(trainer):
-    return [batch["labels"].tolist() for batch in trainer.get_train_dataloader()]
-
-
-def test_the_seed_of_the_data_is_its_own(make_trainer):
-    one, other, same = (
-        first_labels(make_trainer(20, **seeds))
-        for seeds in ({"seed": 1, "data_seed": 5}, {"seed": 1, "data_seed": 6}, {"seed": 2, "data_seed": 5})
-    )
-    assert one == same != other
-    assert first_labels(make_trainer(20, seed=5)) == one
-
-
-def test_data_can_be_taken_in_their_own_order(make_trainer):
-    labels = [int(row["labels"]) for row in samples(20)]
-    batches = first_labels(make_trainer(20, train_sampling_strategy="sequential"))
-    assert [label for batch in batches for label in batch] == labels
-
-
 @pytest.mark.parametrize(("change", "now"), [(lambda data: data.pop(), 7), (lambda data: data.extend(samples(2)), 10)])
 def test_data_of_another_length_is_refused_where_the_next_epoch_begins(make_trainer, change, now):
     data = samples(8)

@@ -1,7 +1,6 @@
 """Count the input tokens that were trained on."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,35 +52,6 @@ def train(make_trainer, mode, number=10, mask=True, **changes):
     return trainer
 
 
-def seen(trainer):
-    return [entry["num_input_tokens_seen"] for entry in trainer.state.log_history]
-
-
-ALL, REAL = [24, 48, 60], [1 + 2 + 3 + 4, 1 + 2 + 3 + 4 + 5 + 6 + 1 + 2, 21 + 1 + 2 + 3 + 4]
-TOKENIZER = SimpleNamespace(pad_token_id=PAD)
-
-
-@pytest.mark.parametrize(
-    ("mode", "mask", "tokenizer", "expected"),
-    [
-        ("all", True, None, ALL),
-        (True, True, None, ALL),
-        ("non_padding", True, None, REAL),
-        ("non_padding", False, TOKENIZER, REAL),
-        # The mask knows better than the token that fills up.
-        ("non_padding", True, SimpleNamespace(pad_token_id=1), REAL),
-    ],
-)
-def test_tokens_are_counted_and_logged(make_trainer, mode, mask, tokenizer, expected):
-    trainer = train(
-        make_trainer, mode, mask=mask, processing_class=tokenizer, data_collator=torch.utils.data.default_collate
-    )
-    assert seen(trainer) == [*expected, expected[-1]]
-    assert trainer.state.num_input_tokens_seen == expected[-1]
-    entry = trainer.state.log_history[0]
-    assert {"train_runtime", "train_tokens_per_second"} < set(entry)
-
-
 def test_the_rate_is_that_of_all_tokens_since_the_start():
     metrics = speed_metrics("train", time.perf_counter() - 1000.0, num_tokens=5000)
     assert metrics["train_tokens_per_second"] == pytest.approx(5.0, rel=1e-2)
@@ -92,23 +62,6 @@ def test_by_default_nothing_is_counted_or_logged(make_trainer, mode):
     trainer = train(make_trainer, mode)
     assert trainer.state.num_input_tokens_seen == 0
     assert not any("tokens" in name or name == "train_runtime" for name in trainer.state.log_history[0])
-
-
-def test_the_result_and_evaluations_say_how_many_tokens_there_were(make_trainer):
-    counts = []
-    look = on("on_evaluate", lambda metrics, **_: counts.append(metrics["num_input_tokens_seen"]))
-    changes = {"eval_dataset": texts(4), "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1000}
-    trainer = make_trainer(
-        train_dataset=texts(16), model=Reader(), include_num_input_tokens_seen="all", callbacks=[look], **changes
-    )
-    # Evaluations come between logs, and do not count what they read.
-    output = trainer.train()
-    assert (counts, output.metrics["num_input_tokens_seen"]) == ([48, 96], 96)
-    assert trainer.evaluate()["num_input_tokens_seen"] == 96
-
-
-def test_every_micro_batch_of_a_step_counts(make_trainer):
-    assert seen(train(make_trainer, "all", gradient_accumulation_steps=2)) == [48, 60, 60]
 
 
 def test_counting_reads_nothing_from_the_device(make_trainer, read_counter, monkeypatch):

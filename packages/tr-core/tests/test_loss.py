@@ -9,7 +9,7 @@ from support.models import Base, CountedSum, IgnoresCount
 from support.runs import first_gradient
 from torch import nn
 
-from tr_core import SingleDevice, Trainer
+from tr_core import Trainer
 from tr_core.label_smoothing import LabelSmoother
 from tr_core.loss import split_loss
 
@@ -60,16 +60,6 @@ def test_a_training_step_from_before_the_count_existed_works_unchanged(make_trai
     assert calls == [4, 4, 2]
 
 
-def test_ignored_targets_are_not_counted():
-    from tr_core.data.sampler import MicroBatch
-    from tr_core.loss import LossRule
-
-    rule = LossRule(CountedSum(), None, SingleDevice("cpu"))
-    batches = [MicroBatch({"labels": torch.tensor([[1, -100], [2, 3]])}, 1.0, 2, 2)] * 2
-    assert rule.count(batches).item() == 6
-    assert rule.count([MicroBatch({"x": torch.ones(1)}, 1.0, 1, 1)]) is None
-
-
 def test_smoothed_labels_act_in_training_and_evaluation_and_do_not_depend_on_accumulation(make_trainer):
     plain = first_gradient(make_trainer, IgnoresCount(), 1, 8)[1]
     results = [first_gradient(make_trainer, IgnoresCount(), n, 8 // n, label_smoothing_factor=0.3) for n in (1, 4)]
@@ -104,16 +94,6 @@ LOGITS = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[1, 2, -100, 0, 6], [3, -100, -100, 5, 4]])
 
 
-def ForCausalLMLoss(logits, labels, **kwargs): ...  # noqa: N802  known by its name
-
-
-class Causal(nn.Module):
-    loss_function = staticmethod(ForCausalLMLoss)
-
-    def forward(self, ids, labels=None):
-        return self.loss_function(ids, labels)
-
-
 def smoothed_by_hand(logits, labels, epsilon):
     total, count = 0.0, 0
     for row, label in zip(logits.reshape(-1, 7).double(), labels.reshape(-1).tolist(), strict=True):
@@ -122,23 +102,6 @@ def smoothed_by_hand(logits, labels, epsilon):
             total += float(-(1 - epsilon) * log_p[label] - epsilon * log_p.mean())
             count += 1
     return total, count
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.4])
-@pytest.mark.parametrize("kind", [dict, tuple])
-def test_it_is_the_mean_over_targets_or_their_sum_over_the_count(epsilon, kind):
-    outputs = {"loss": None, "logits": LOGITS} if kind is dict else (LOGITS, None)
-    smoother = LabelSmoother(epsilon, nn.Linear(1, 1))
-    total, count = smoothed_by_hand(LOGITS, LABELS, epsilon)
-    assert count == 7
-    assert smoother(outputs, LABELS).item() == pytest.approx(total / 7, rel=1e-6)
-    assert smoother(outputs, LABELS, torch.tensor(14)).item() == pytest.approx(total / 14, rel=1e-6)
-
-
-def test_a_model_that_predicts_the_next_position_has_its_targets_shifted():
-    total, count = smoothed_by_hand(LOGITS[:, :-1], LABELS[:, 1:], 0.1)
-    assert count == 5
-    assert LabelSmoother(0.1, Causal())({"logits": LOGITS}, LABELS).item() == pytest.approx(total / 5, rel=1e-6)
 
 
 def test_low_precision_is_computed_in_float32():

@@ -1,52 +1,11 @@
 """Optimizers of torch by their names, with their options and parameter groups."""
 
 import pytest
-import torch
 from support.models import Classifier
 from torch import nn
 
 from tr_core import TrainingArguments, plugins
-from tr_core.optim.optimizers import decay_parameter_names, optimizer_factory, optimizer_names, parameter_groups
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.LayerNorm = nn.LayerNorm(4)
-        self.q_norm = nn.Linear(2, 2, bias=False)
-        self.normal = nn.Linear(2, 2, bias=False)
-        self.frozen = nn.Linear(2, 2).requires_grad_(False)
-
-
-def test_biases_and_scales_of_norms_do_not_decay_and_frozen_parameters_are_left_out():
-    block = Block()
-    assert decay_parameter_names(block) == ["linear.weight", "normal.weight", "frozen.weight"]
-    decayed, rest = parameter_groups(block, 0.1)
-    assert ([len(group["params"]) for group in (decayed, rest)], decayed["weight_decay"]) == ([2, 4], 0.1)
-    assert rest["weight_decay"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "options"),
-    [
-        ("adamw_torch", torch.optim.AdamW, None),
-        ("adamw_torch_fused", torch.optim.AdamW, None),
-        ("sgd", torch.optim.SGD, "momentum=0.9, nesterov=true"),
-        ("adagrad", torch.optim.Adagrad, "lr_decay=0.1"),
-        ("rmsprop", torch.optim.RMSprop, "alpha=0.9"),
-    ],
-)
-def test_torch_optimizers_are_built_by_name_with_their_options(make_trained, name, kind, options):
-    trainer = make_trained(8, optim=name, optim_args=options, weight_decay=0.1, adam_beta1=0.8, learning_rate=0.25)
-    assert type(trainer.optimizer) is kind
-    group = trainer.optimizer.param_groups[0]
-    assert (group["initial_lr"], group["weight_decay"]) == (0.25, 0.1)
-    if kind is torch.optim.AdamW:
-        assert (group["betas"], group["fused"]) == ((0.8, 0.999), True if name.endswith("fused") else None)
-    if options:
-        key, value = options.split(",")[0].split("=")
-        assert group[key] == float(value)
+from tr_core.optim.optimizers import optimizer_factory, optimizer_names
 
 
 def test_a_device_that_torch_has_no_fused_optimizers_for_gets_plain_ones(tmp_path):

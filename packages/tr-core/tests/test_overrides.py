@@ -14,26 +14,6 @@ from tr_core import Trainer, TrainerCallback
 from tr_core.preflight import check
 
 
-@contextmanager
-def noting(seen, name):
-    seen.append(name)
-    yield
-
-
-@pytest.mark.parametrize("name", ["compute_loss_context_manager", "autocast_smart_context_manager"])
-def test_a_context_of_ones_own_surrounds_every_forward_and_its_loss(make_trained, name):
-    seen = []
-
-    class Own(Trainer):
-        pass
-
-    setattr(Own, name, lambda self: noting(seen, torch.is_grad_enabled()))
-    trainer = make_trained(20, trainer_class=Own, eval_dataset=samples(8, 1))
-    assert seen == [True] * 5
-    trainer.evaluate()
-    assert seen == [True] * 5 + [False]
-
-
 def test_a_context_may_add_to_that_of_mixed_precision(make_trainer):
     dtypes = []
 
@@ -101,49 +81,6 @@ class Backwards:
 
     def __iter__(self):
         return reversed(range(len(self.data)))
-
-
-class Seeing(Classifier):
-    """Notes the batches it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def forward(self, x, labels=None):
-        self.seen.append(x.clone())
-        return super().forward(x, labels)
-
-
-def test_a_sampler_of_ones_own_gives_the_order_of_training(make_trainer):
-    sampler = Backwards(range(10))
-
-    class Own(Trainer):
-        def _get_train_sampler(self, train_dataset=None):
-            assert train_dataset is self.train_dataset
-            return sampler
-
-    model, rows = Seeing(), samples(10)
-    make_trainer(trainer_class=Own, model=model, train_dataset=rows, num_train_epochs=2).train()
-    expected = torch.stack([row["x"] for row in reversed(rows)])
-    assert torch.equal(torch.cat(model.seen), torch.cat([expected, expected]))
-    assert sampler.epochs == [0, 1]
-
-
-def test_a_sampler_method_without_an_argument_and_one_of_evaluation_act_too(make_trained):
-    class Own(Trainer):
-        def _get_train_sampler(self):
-            return [3, 3, 1, 0]
-
-        def _get_eval_sampler(self, eval_dataset):
-            return [2, 0]
-
-    model, rows = Seeing(), samples(6)
-    trainer = make_trained(trainer_class=Own, model=model, train_dataset=rows, eval_dataset=rows)
-    assert torch.equal(torch.cat(model.seen), torch.stack([rows[index]["x"] for index in (3, 3, 1, 0)]))
-    model.seen.clear()
-    assert trainer.evaluate()["eval_samples_per_second"] > 0
-    assert torch.equal(torch.cat(model.seen), torch.stack([rows[index]["x"] for index in (2, 0)]))
 
 
 BAD_SAMPLERS = [

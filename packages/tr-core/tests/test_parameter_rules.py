@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from support.data import samples
 from support.models import Classifier
 from torch import nn
 
 from tr_core import Trainer, TrainerCallback
-from tr_core.optim.parameter_rules import learning_rates, read_rules
+from tr_core.optim.parameter_rules import read_rules
 
 
 class Encoder(nn.Module):
@@ -272,28 +271,6 @@ class Lion(torch.optim.Optimizer):
                 parameter -= group["lr"] * torch.sign(parameter.grad)
 
 
-def test_a_class_and_its_arguments_replace_the_named_optimizer(make_trained):
-    rules = [{"params": "head", "sharpness": 3, "lr_scale": 0.5}]
-    trainer = make_trained(
-        model=Encoder(), optimizer_cls_and_kwargs=(Lion, {"lr": 0.01, "sharpness": 1.0}), parameter_rules=rules
-    )
-    assert type(trainer.optimizer) is Lion
-    assert [group["sharpness"] for group in trainer.optimizer.param_groups] == [1.0, 1.0, 3, 3]
-    assert learning_rates(trainer.optimizer) == {"learning_rate/head": 0.0}  # after the last step of a linear schedule
-    assert trainer.optimizer.param_groups[2]["initial_lr"] == 0.005
-
-
-def test_a_class_of_an_override_is_used(make_trained):
-    class Own(Trainer):
-        @staticmethod
-        def get_optimizer_cls_and_kwargs(args, model=None):
-            return Lion, {"lr": args.learning_rate, "sharpness": 7.0}
-
-    trainer = make_trained(trainer_class=Own)
-    assert type(trainer.optimizer) is Lion
-    assert trainer.get_optimizer_group()[0] is trainer.optimizer.param_groups[0]["params"]
-
-
 def test_groups_of_an_override_replace_those_of_the_trainer(make_trainer):
     class Own(Trainer):
         @staticmethod
@@ -329,9 +306,3 @@ def test_the_group_of_a_parameter_is_found(make_trainer):
 def test_a_schedule_needs_an_optimizer(make_trainer):
     with pytest.raises(ValueError, match="a schedule needs an optimizer; call create_optimizer first"):
         make_trainer().create_scheduler(10)
-
-
-def test_counts_and_samples_are_of_the_model_and_the_data(make_trainer):
-    trainer = make_trainer(train_dataset=samples(20))
-    assert trainer.get_num_trainable_parameters() == 8 * 16 + 16 + 16 * 3 + 3
-    assert trainer.num_examples(trainer.get_train_dataloader()) == 20

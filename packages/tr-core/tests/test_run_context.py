@@ -134,34 +134,7 @@ class TextConfig(Config):
         return self
 
 
-def with_tokens(config, generation=None):
-    model = Configured()
-    model.config = TextConfig(**config)
-    if generation is not None:
-        model.generation_config = Config(**generation)
-    return model
-
-
 TOKENIZER = SimpleNamespace(eos_token_id=7, bos_token_id=None, pad_token_id=0)
-
-
-@pytest.mark.parametrize("processing_class", [TOKENIZER, SimpleNamespace(tokenizer=TOKENIZER)])
-def test_training_gives_a_models_configurations_the_special_tokens_of_its_tokenizer(
-    make_trainer, caplog, processing_class
-):
-    model = with_tokens({"eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": [2, 3], "pad_token_id": 9})
-    trainer = make_trainer(8, model=model, processing_class=processing_class, log_level="warning")
-    trainer.evaluate(samples(4))
-    assert model.config.eos_token_id == 2
-    assert not caplog.records
-    trainer.train()
-    assert vars(model.config) == {"eos_token_id": 7, "bos_token_id": 1, "pad_token_id": 0}
-    assert vars(model.generation_config) == {"eos_token_id": [7, 2, 3], "pad_token_id": 0}
-    assert "its configurations have those of the tokenizer now: eos_token_id 7, pad_token_id 0" in caplog.text
-    caplog.clear()
-    trainer.train()
-    assert vars(model.generation_config) == {"eos_token_id": [7, 2, 3], "pad_token_id": 0}
-    assert "of the tokenizer" not in caplog.text
 
 
 def test_a_model_without_a_configuration_of_transformers_is_left_as_it_is(make_trained):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.checkpointer import MemoryCheckpointer
 from support.data import samples
-from support.models import Classifier, CountedSum
+from support.models import Classifier
 from torch.utils.data import IterableDataset
 
 from tr_core import Trainer
@@ -29,11 +29,6 @@ def taking(take):
     return type("Taking", (Taking,), {"take": staticmethod(take)})
 
 
-class Counting(Trainer):
-    def _get_num_items_in_batch(self, batch_samples, device):
-        return sum(len(batch["labels"]) for batch in batch_samples)
-
-
 def fresh(kind):
     torch.manual_seed(0)
     return kind()
@@ -41,20 +36,6 @@ def fresh(kind):
 
 def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-@pytest.mark.parametrize("model", [Classifier, CountedSum])
-@pytest.mark.parametrize("kind", [Taking, Counting])
-def test_an_override_that_takes_what_it_is_asked_for_changes_no_number(make_trainer, model, kind, accumulation):
-    found = []
-    for trainer_class in (Trainer, kind):
-        options = {"gradient_accumulation_steps": accumulation, "num_train_epochs": 2}
-        trainer = make_trainer(18, trainer_class=trainer_class, model=fresh(model), **options)
-        trainer.train()
-        found.append((weights(trainer), [entry.get("loss") for entry in trainer.state.log_history]))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.parametrize(
@@ -97,36 +78,6 @@ def test_the_size_of_an_accumulated_step_is_that_of_its_batches(make_trainer):
 
     make_trainer(20, trainer_class=Watching, gradient_accumulation_steps=2).train()
     assert seen == [2, 2, 2, 2, 1]
-
-
-def test_a_count_of_an_override_divides_the_loss_in_training_and_evaluation(make_trainer):
-    class Half(Trainer):
-        def _get_num_items_in_batch(self, batch_samples, device):
-            return super()._get_num_items_in_batch(batch_samples, device) * 2
-
-    runs = []
-    for kind in (Trainer, Half):
-        trainer = make_trainer(
-            4, trainer_class=kind, model=fresh(CountedSum), eval_dataset=samples(8), learning_rate=0.0
-        )
-        trainer.train()
-        runs.append((trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]))
-    assert runs[1] == pytest.approx((runs[0][0] / 2, runs[0][1] / 2))
-
-
-def test_an_override_after_a_step_is_asked_at_each_step_and_epoch(make_trainer):
-    seen = []
-
-    class After(Trainer):
-        def _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, trial, epoch, keys, start, learning_rate=None):
-            seen.append((self.state.global_step, epoch, tr_loss.item() > 0))
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, keys, start, learning_rate)
-            assert tr_loss.item() == 0 or not self.control.should_log
-
-    trainer = make_trainer(8, trainer_class=After, num_train_epochs=2)
-    trainer.train()
-    assert seen == [(1, 0, True), (2, 0, True), (2, 0, False), (3, 1, True), (4, 1, True), (4, 1, False)]
-    assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4, 4]
 
 
 def test_values_that_an_override_passes_on_are_logged(make_trainer):

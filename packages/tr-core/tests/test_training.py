@@ -44,33 +44,6 @@ def training_entries(trainer):
 # Step and epoch arithmetic
 
 
-def test_five_batches_and_accumulation_two_make_three_steps_an_epoch(make_trainer):
-    trainer = make_trainer(20, gradient_accumulation_steps=2)
-    assert trainer.train().global_step == 3
-    assert trainer.state.epoch == 1.0
-
-
-def test_one_and_a_half_epochs_of_three_steps_are_five(make_trained):
-    trainer = make_trained(20, gradient_accumulation_steps=2, num_train_epochs=1.5)
-    assert (trainer.state.max_steps, trainer.state.epoch) == (5, 1.8)
-
-
-def test_max_steps_overrides_epochs(make_trained):
-    trainer = make_trained(20, max_steps=7, num_train_epochs=9)
-    assert (trainer.state.global_step, trainer.state.num_train_epochs) == (7, 2)
-
-
-def test_drop_last_leaves_out_the_short_batch(make_trainer):
-    assert make_trainer(18, dataloader_drop_last=True).train().global_step == 4
-    assert make_trainer(18).train().global_step == 5
-
-
-def test_a_stream_begins_again_until_max_steps(make_trained):
-    stream = Stream(samples(12))
-    trainer = make_trained(train_dataset=stream, max_steps=7)
-    assert (trainer.state.global_step, stream.begun) == (7, 3)
-
-
 def test_no_gradient_survives_the_end_of_an_epoch_over_a_stream(make_trainer):
     leaked = []
 
@@ -111,13 +84,6 @@ def test_a_stop_that_is_asked_for_before_the_first_step_is_heeded(make_trainer):
     stop = on("on_train_begin", lambda control, **_: setattr(control, "should_training_stop", True))
     assert make_trainer(callbacks=[stop, recorder]).train().global_step == 0
     assert recorder.events == ["init_end", "train_begin", "log", "train_end"]
-
-
-def test_dropping_the_last_batch_of_a_stream_drops_it(make_trained, model):
-    sizes = []
-    model.register_forward_pre_hook(lambda _, given, named: sizes.append(len(named["x"])), with_kwargs=True)
-    make_trained(train_dataset=Stream(samples(18)), max_steps=6, dataloader_drop_last=True)
-    assert sizes == [4] * 6
 
 
 def test_the_order_of_the_data_follows_the_arguments_and_not_what_seeded_torch_last(make_trainer):
@@ -192,26 +158,6 @@ def test_an_answer_that_is_no_flags_is_an_error(make_trainer):
         make_trainer(callbacks=[Wrong()]).train()
 
 
-def test_stopping_in_a_step_still_ends_epoch_and_training(make_trainer):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = True
-
-    recorder = Recorder()
-    make_trainer(callbacks=[recorder, Stop()]).train()
-    assert recorder.events.count("step_end") == 1
-    assert recorder.events[-3:] == ["epoch_end", "log", "train_end"]
-
-
-def test_stopping_an_epoch_continues_with_the_next(make_trainer):
-    class StopFirst(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_epoch_stop = state.global_step == 2
-
-    trainer = make_trainer(20, num_train_epochs=2, callbacks=[StopFirst()])
-    assert trainer.train().global_step == 7
-
-
 def test_training_ends_with_its_event_after_an_exception_and_after_ctrl_c(make_trainer):
     for error in (RuntimeError("broken"), KeyboardInterrupt()):
         seen = []
@@ -229,19 +175,6 @@ def test_training_ends_with_its_event_after_an_exception_and_after_ctrl_c(make_t
             trainer.train()
         assert seen == [error]
         assert not trainer.is_in_train
-
-
-def test_callbacks_are_added_and_removed_by_class_and_by_object(make_trainer):
-    class Own(TrainerCallback):
-        def on_log(self, args, state, control, **kwargs): ...
-
-    trainer = make_trainer(callbacks=[Own])
-    assert isinstance(trainer.pop_callback(Own), Own)
-    assert trainer.pop_callback(Own) is None
-    own = Own()
-    trainer.add_callback(own)
-    trainer.remove_callback(own)
-    assert own not in trainer.callback_handler.callbacks
 
 
 def test_callback_is_another_name_for_callbacks(make_trainer):
@@ -272,36 +205,6 @@ def test_the_logged_learning_rate_is_the_one_the_step_used(make_trained):
     assert [entry["learning_rate"] for entry in training_entries(trainer)] == [0.0, 0.5, 1.0, 0.5]
 
 
-def test_the_logged_loss_is_the_mean_of_the_steps_since_the_last_log(make_trainer, make_trained, model):
-    every = make_trained(24, logging_steps=1)
-    torch.manual_seed(0)
-    thirds = make_trainer(24, logging_steps=3, model=Classifier())
-    output = thirds.train()
-    losses = [entry["loss"] for entry in training_entries(every)]
-    means = [entry["loss"] for entry in training_entries(thirds)]
-    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], rel=1e-6)
-    assert output.training_loss == pytest.approx(sum(losses) / 6, rel=1e-6)
-
-
-def test_logging_steps_below_one_are_a_share_of_the_run(make_trained):
-    trainer = make_trained(max_steps=10, logging_steps=0.3)
-    assert [entry["step"] for entry in training_entries(trainer)] == [3, 6, 9]
-
-
-def test_logging_first_step_logs_step_one(make_trained):
-    trainer = make_trained(20, logging_steps=4, logging_first_step=True)
-    assert [entry["step"] for entry in training_entries(trainer)] == [1, 4]
-
-
-def test_the_last_entry_has_the_figures_of_the_run(make_trainer):
-    trainer = make_trainer()
-    output = trainer.train()
-    last = trainer.state.log_history[-1]
-    names = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss"}
-    assert names | {"epoch", "step"} == set(last)
-    assert names | {"epoch"} == set(output.metrics)
-
-
 @pytest.mark.parametrize(
     ("options", "samples"),
     [
@@ -314,16 +217,6 @@ def test_the_last_entry_has_the_figures_of_the_run(make_trainer):
 def test_the_rate_of_a_run_is_of_all_samples_that_it_used(make_trained, options, samples):
     last = make_trained(20, **options).state.log_history[-1]
     assert last["train_samples_per_second"] * last["train_runtime"] == pytest.approx(samples, rel=0.02)
-
-
-def test_without_clipping_the_norm_is_measured_and_nothing_is_changed(make_trained):
-    norms = []
-    note = on(
-        "on_pre_optimizer_step",
-        lambda model, **_: norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()),
-    )
-    trainer = make_trained(8, max_grad_norm=0, callbacks=[note])
-    assert [entry["grad_norm"] for entry in training_entries(trainer)] == norms
 
 
 # Models, data and precision
@@ -350,28 +243,6 @@ def test_tuples_of_tensors_train_with_a_loss_function(make_trained):
     )
     assert trainer.evaluate()["eval_shape"] == [12, 3]
     assert trainer.evaluate()["eval_labels"] == [i % 3 for i in range(12)]
-
-
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(make_trained):
-    dtypes = set()
-
-    class Look(Classifier):
-        def forward(self, x, labels=None):
-            outputs = super().forward(x, labels)
-            dtypes.add(outputs["logits"].dtype)
-            return outputs
-
-    trainer = make_trained(8, model=Look(), bf16=True)
-    assert dtypes == {torch.bfloat16}
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-
-
-def test_a_loader_of_the_users_own_is_used_as_it_is(make_trainer):
-    class Own(Trainer):
-        def get_train_dataloader(self):
-            return DataLoader(samples(10), batch_size=5)
-
-    assert make_trainer(2, Own).train().global_step == 2
 
 
 def test_a_loader_that_ends_before_its_length_says_so(make_trainer):
