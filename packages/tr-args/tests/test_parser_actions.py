@@ -93,6 +93,21 @@ def test_plain_parse_args_names_every_problem(capsys):
     assert "seed = 'x'" in said
 
 
+def test_a_parser_of_argparse_reads_the_fields_of_one_that_is_its_parent():
+    @dataclass
+    class Collected:
+        many: str | None = field(default=None, metadata={"action": "append"})
+        more: list[str] = field(default_factory=list, metadata={"action": "extend"})
+
+    parent = ArgumentParser((Everything, Collected), add_help=False)
+    line = "--number 1 -w b c --no-on --off --choice 2 --many a --many b --more a b --more c"
+    space = argparse.ArgumentParser(parents=[parent]).parse_args(line.split())
+    assert (space.number, space.some_words, space.on, space.off, space.choice) == (1, ["b", "c"], False, True, 2)
+    assert (space.many, space.more, space.colour) == (["a", "b"], ["a", "b", "c"], "red")
+    with pytest.raises(SystemExit):
+        argparse.ArgumentParser(parents=[parent]).parse_args(["--number", "x"])
+
+
 def test_usage_and_help_are_as_before_and_abbreviations_stay_off():
     parser = ArgumentParser(Everything, prog="run", allow_abbrev=True)
     parser.add_argument("data")

@@ -26,7 +26,9 @@ class Shape(Enum):
 
 
 class FieldAction(argparse.Action):
-    """A name under which a field can be given, as an action of argparse, which reads no word by it: `CommandLine` does.
+    """A name under which a field can be given, as an action of argparse.
+
+    `CommandLine` reads the words of this package's parser. argparse itself does where that is the parent of another.
 
     Attributes:
         dest: the name: the field's, or a former one.
@@ -51,7 +53,7 @@ class FieldAction(argparse.Action):
         has_default = not spec.required or self.shape is Shape.SWITCH
         self.own_default = None if not has_default else False if spec.required else spec.make_default()
         super().__init__(
-            [flag for flag in (*spellings(name), *_aliases(spec)) if flag.startswith("-")],
+            [flag for flag in (*_spellings(name), *_aliases(spec)) if flag.startswith("-")],
             name,
             default=self.own_default,
             required=spec.must_be_given or not has_default,
@@ -73,6 +75,15 @@ class FieldAction(argparse.Action):
         one = {"type": read or _type(self.hint)}
         takes_none = nargs == "?" or (self.bare is not NOTHING and self.spec.default is not None)
         return {**one, "nargs": "?", "const": self.bare} if takes_none else one
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """Store what argparse has read."""
+        if self.collects:
+            several = values if isinstance(values, list) else [values]
+            values = [*(getattr(namespace, self.dest, None) or ()), *several]
+        setattr(namespace, self.dest, values)
 
     @property
     def bare(self) -> Any:
@@ -121,7 +132,22 @@ class FieldAction(argparse.Action):
             raise RefusedError(f"is not read by {getattr(read, '__name__', read)}: {error}") from None
 
 
-def spellings(name: str) -> list[str]:
+class OffAction(argparse.Action):
+    """The flag `--no_NAME` of a switch, as an action of argparse."""
+
+    def __init__(self, switch: FieldAction) -> None:
+        """Describe the flag that turns a switch off."""
+        off = _spellings(f"no_{switch.dest}")
+        super().__init__(off, switch.dest, nargs=0, const=False, default=False, help=switch.help)
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """Store False."""
+        setattr(namespace, self.dest, False)
+
+
+def _spellings(name: str) -> list[str]:
     """Return the flags of a name, with `_` and with `-`."""
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
@@ -197,8 +223,7 @@ class FlagTable:
                 continue
             found.append(option)
             if option.is_switch and option.spec.default is True:
-                off = spellings(f"no_{name}")
-                found.append(argparse.Action(off, name, nargs=0, const=False, default=False, help=option.help))
+                found.append(OffAction(option))
         return found
 
     def changed_defaults(self) -> dict[str, Any]:
