@@ -203,30 +203,6 @@ def test_what_a_loss_needs_is_read_from_arguments_of_ones_own(tmp_path):
     assert ours.trainer.is_ready
 
 
-def test_the_forward_is_under_a_context_of_ones_own(tmp_path):
-    class Noting:
-        def __init__(self, seen):
-            self.seen = seen
-
-        def __enter__(self):
-            self.seen.append("in")
-
-        def __exit__(self, *error):
-            self.seen.append("out")
-
-    class NotingTrainer:
-        seen = ()
-
-        def compute_loss_context_manager(self):
-            self.seen = list(self.seen) if isinstance(self.seen, tuple) else self.seen
-            return Noting(self.seen)
-
-    theirs, ours = run_alike(
-        tmp_path, NotingTrainer, eval_strategy="epoch", parts={"eval_dataset": lambda: rows(4, seed=1)}
-    )
-    assert ours.trainer.seen == theirs.trainer.seen
-
-
 def test_another_subclass_is_made_of_a_subclass(tmp_path):
     def grandchild(base):
         class Weighted(base):

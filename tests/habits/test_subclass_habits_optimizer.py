@@ -118,25 +118,6 @@ def test_both_are_built_by_the_older_method_that_returns_nothing(tmp_path):
     assert all(torch.equal(value, theirs.weights[name]) for name, value in ours.weights.items())
 
 
-def test_a_static_choice_of_the_class_of_optimizers(tmp_path):
-    class ChoosingTrainer:
-        @staticmethod
-        def get_optimizer_cls_and_kwargs(args, model=None):
-            return torch.optim.Adagrad, {"lr": args.learning_rate, "lr_decay": 0.1}
-
-    _, ours = run_alike(tmp_path, ChoosingTrainer, weight_decay=0.1)
-    assert isinstance(ours.trainer.optimizer, torch.optim.Adagrad)
-
-
-def test_names_of_decayed_parameters_leave_out_more(tmp_path):
-    class SparingTrainer:
-        def get_decay_parameter_names(self, model):
-            return [name for name in super().get_decay_parameter_names(model) if not name.startswith("head")]
-
-    _, ours = run_alike(tmp_path, SparingTrainer, optim="adamw_torch", weight_decay=0.5)
-    assert [len(group["params"]) for group in ours.trainer.optimizer.param_groups] == [1, 3]
-
-
 def test_an_optimizer_around_another_looks_ahead(tmp_path):
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, inner, every=2, share=0.5):

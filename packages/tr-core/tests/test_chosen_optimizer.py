@@ -339,17 +339,6 @@ def test_a_layer_unfrozen_in_a_run_is_refused_where_the_optimizer_does_not_hold_
         trainer.train()
 
 
-def test_a_layer_frozen_in_a_run_stays_as_it_is(make_trained):
-    kept = []
-
-    def act(model, optimizer):
-        model.layers[0].requires_grad_(False)
-        kept.append(model.layers[0].weight.detach().clone())
-
-    trainer = make_trained(16, callbacks=[InTheMiddle(act)], **OPTIONS)
-    assert torch.equal(trainer.model.layers[0].weight, kept[0])
-
-
 def test_modules_are_watched_during_a_run_only(make_trainer):
     from torch.nn.modules import module
 

@@ -13,7 +13,7 @@ from support.models import Classifier
 from torch import nn
 
 import tr_core
-from tr_core import TrainerCallback, TrainerState
+from tr_core import TrainerCallback
 from tr_core.checkpoint import saving
 from tr_core.results import format_metrics, metric_lines
 
@@ -40,20 +40,6 @@ def test_tied_weights_are_saved_once_and_load_again(make_trainer, tmp_path):
     other = Tied()
     other.load_state_dict(weights, strict=False)
     assert torch.equal(other.again.weight, model.again.weight)
-
-
-def test_metrics_and_state_are_written_and_merged(make_trainer):
-    trainer = make_trainer(eval_dataset=samples(4))
-    trainer.save_metrics("train", {"train_loss": 1.0})
-    trainer.save_metrics("eval", {"eval_loss": 2.0})
-    trainer.save_metrics("test", {"test_loss": 3.0}, combined=False)
-    trainer.save_state()
-    folder = trainer.args.output_dir
-    with open(f"{folder}/all_results.json") as file:
-        assert json.load(file) == {"train_loss": 1.0, "eval_loss": 2.0}
-    with open(f"{folder}/test_results.json") as file:
-        assert json.load(file) == {"test_loss": 3.0}
-    assert TrainerState.load_from_json(f"{folder}/trainer_state.json").global_step == 0
 
 
 def test_files_that_cannot_be_written_stay_as_they_were(make_trainer, monkeypatch):

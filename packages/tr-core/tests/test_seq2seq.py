@@ -32,14 +32,6 @@ def make(tmp_path):
     return build
 
 
-def kept(seen):
-    def metrics(prediction):
-        seen.append(prediction)
-        return {"rows": len(prediction.predictions)}
-
-    return metrics
-
-
 def test_predictions_are_what_the_model_generates_padded_to_the_length_it_may_have(make):
     output = make(generation_max_length=5).predict(sentences())
     assert output.predictions.tolist() == [
@@ -60,14 +52,6 @@ def test_the_loss_is_that_of_an_evaluation_without_generating(make):
     generating = make(model, data, compute_metrics=lambda p: {}).evaluate()
     assert generating["eval_loss"] == plain["eval_loss"]
     assert make(model, data).predict(data).metrics["test_loss"] == plain["eval_loss"]
-
-
-def test_metrics_get_generated_tokens_during_training_too(make):
-    seen = []
-    trainer = make(compute_metrics=kept(seen), eval_strategy="epoch", num_train_epochs=2, generation_max_length=4)
-    trainer.train()
-    assert [prediction.predictions.shape for prediction in seen] == [(5, 4)] * 2
-    assert trainer.state.log_history[-2]["eval_rows"] == 5
 
 
 def test_nothing_is_generated_where_nobody_looks(make):
