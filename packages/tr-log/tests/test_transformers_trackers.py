@@ -111,6 +111,13 @@ def test_entry_points_and_functions_are_the_same():
     assert ours == {*LIBRARIES, "kubeflow"}
 
 
+@pytest.mark.parametrize("name", ["clearml", "comet_ml", "dvclive", "swanlab", "trackio"])
+def test_an_extra_installs_what_the_callback_needs(name):
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    extra = tomllib.loads(text)["project"]["optional-dependencies"][name]
+    assert [requirement.partition(">")[0] for requirement in extra] == ["transformers", LIBRARIES[name][0]]
+
+
 def test_importing_it_imports_no_library():
     unwanted = ["transformers", "torch", *(module.partition(".")[0] for module, _ in LIBRARIES.values())]
     code = f"import sys, tr_log.transformers_trackers; print([n for n in {unwanted} if n in sys.modules])"
