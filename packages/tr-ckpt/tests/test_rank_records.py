@@ -30,6 +30,13 @@ def test_what_all_wrote_comes_in_the_order_of_ranks(tmp_path):
     assert found == [own, *({"model": {f"file-{rank}": FileRecord(rank, "0" * 64)}} for rank in (1, 2))]
 
 
+def test_a_machine_of_one_process_waits_for_none_of_its_own(tmp_path):
+    """As with save_on_each_node, where other machines save too."""
+    made = records(tmp_path, elsewhere=0)
+    made.begin()
+    assert made.exchange(dict) == [{}]
+
+
 def test_what_went_wrong_on_other_ranks_is_said_for_each(tmp_path):
     leave(tmp_path, 1, {"error": "OSError: no space"})
     (tmp_path / "rank-2.failed").write_text("")

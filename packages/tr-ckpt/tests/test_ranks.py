@@ -14,6 +14,7 @@ from ckpt_workers import run
 from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery, ranks
 from tr_ckpt.errors import Damage
 from tr_ckpt.ranks import Failure, Ranks
+from tr_ckpt.restoring import Answer
 
 
 def test_two_ranks_save_restore_and_fail_together(tmp_path):
@@ -214,7 +215,7 @@ def test_what_only_another_rank_finds_damaged_is_refused_here(tmp_path):
     exchanges = [
         lambda mine: [mine, mine],
         lambda mine: [mine, mine],  # what was saved in shards
-        lambda mine: [mine, ((-1, (MISSING,)), None)],
+        lambda mine: [mine, (Answer(damages=(MISSING,)), None)],
     ]
     into = parts()
     with pytest.raises(CheckpointError, match=r"checkpoint-1: model-shard-1.safetensors is missing"):

@@ -173,27 +173,26 @@ class Checkpointer:
         folder = self.directory / name
         saving = Saving(self.directory, self.prefix, step, self._ranks, self._known, self._lock)
 
+        planned = saving.plan(parts, write_extra, self._buffers if self.asynchronous else None)
+
         def follow() -> Surplus | None:
             if self._ranks.rank != 0:
                 return None
             return self._follow(Found(step, name, folder), saving.sequence, on_commit, protected)
 
-        if not self.asynchronous:
-            saving.make(parts, write_extra)
-            # Collective, so that no rank continues while rank 0 is still removing.
+        def finish() -> None:
+            saving.finish(planned)
+            # All together, so that none continues while rank 0 is still removing; in the background others train on.
+            ranks = Ranks() if self.asynchronous else self._ranks
             what = f"{name} was saved, but older ones remain"
-            self._remove(what, self._ranks.together(what, follow)[0])
+            self._remove(what, ranks.together(what, follow)[0], ranks)
+
+        if not self.asynchronous:
+            finish()
             return folder
-        captured = saving.capture(parts, write_extra, self._buffers)
-
-        def write() -> None:
-            saving.finish(captured)
-            if (surplus := follow()) is not None:  # without the other ranks, which train on
-                surplus.remove([surplus.read_back(0, 1)], self._lock.check)
-
         if self._background is None:
             self._background = Background()
-        self._background.start(f"writing {name}", write)
+        self._background.start(f"writing {name}", finish)
         return folder
 
     def _follow(
@@ -207,9 +206,8 @@ class Checkpointer:
         limits = {"keep_last": self.keep_last, "keep_every": self.keep_every}
         return retention.surplus(saved, self.prefix, self._known, protected=protected, **limits)
 
-    def _remove(self, what: str, surplus: Surplus | None) -> None:
-        """Remove older checkpoints, once each rank has read back its share of the new one. Collective."""
-        ranks = self._ranks
+    def _remove(self, what: str, surplus: Surplus | None, ranks: Ranks) -> None:
+        """Remove older checkpoints, once each rank has read back its share of the new one. Collective for `ranks`."""
         if not any(ranks.across(surplus is not None)):
             return
         answers = ranks.apart(

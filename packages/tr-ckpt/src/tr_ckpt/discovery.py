@@ -64,13 +64,11 @@ class Seen:
 
     Attributes:
         entries: by name.
-        apart: those of which nothing could be kept, at the last look.
         checked: names of those whose files were looked at for the last limit.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self.apart: list[Found] = []
         self.checked: set[str] = set()
 
     def look(self, directory: Path, prefix: str) -> tuple[list[Entry], list[Found]]:
@@ -79,7 +77,6 @@ class Seen:
         Raises:
             UnreadableError: the directory cannot be read.
         """
-        self.apart = []
         unchanged: list[Entry] = []
         others: list[str] = []
         listed = reads.names_in(directory)
@@ -99,7 +96,6 @@ class Seen:
         """Keep what was read of a checkpoint after its `identity`."""
         if age is None or identity is None or found.path.name != found.name:
             self.entries.pop(found.name, None)
-            self.apart.append(found)
         else:
             self.entries[found.name] = Entry(found, identity, age, is_complete)
 

@@ -52,6 +52,11 @@ class Manifest:
         """Size of all files together, without this one."""
         return sum(record.bytes for record in self.files.values())
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sequence and step: of two checkpoints the one with the higher age is the newer."""
+        return self.sequence, self.step
+
     def extra_files(self) -> list[str]:
         """Return the files that belong to no part: a model's configuration, a tokenizer."""
         owned = {name for names in self.parts.values() for name in names}

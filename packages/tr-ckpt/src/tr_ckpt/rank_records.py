@@ -139,16 +139,15 @@ class RankRecords:
         Raises:
             SaveError: rank 0 ended earlier, or gives no sign for too long.
         """
-        patience = _Patience(self, {0})
-        for _ in _delays():
+        for given_up in self._waits({0}):
             # A disk that does not answer is no evidence; the process shows whether rank 0 is alive.
             with contextlib.suppress(UnreadableError), reads.at_once():
                 if not reads.is_there(self.folder):
                     return
             if names.is_gone(self.processes[0]):
                 raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
-            for why in patience.given_up({0}).values():
-                raise SaveError(f"{self.name} was not saved: rank 0 did not finish: {why}")
+            if given_up:
+                raise SaveError(f"{self.name} was not saved: rank 0 did not finish: {given_up[0]}")
 
     def _tell(self, write: Callable[[], Written]) -> None:
         try:
@@ -177,9 +176,7 @@ class RankRecords:
         found: dict[int, Written] = {}
         failed: dict[int, str] = {}
         missing = set(range(1, len(self.processes)))
-        patience = _Patience(self, missing)
-        for _ in _delays():
-            given_up = patience.given_up(missing)
+        for given_up in self._waits(missing):
             gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
             present = reads.names_in(self.folder)  # listed after asking who is gone, so it holds all their files
             if not present:  # the folder is gone: each rank began by leaving a file there
@@ -201,59 +198,49 @@ class RankRecords:
                 break
         return [found[rank] for rank in sorted(found)], [f"rank {rank}: {failed[rank]}" for rank in sorted(failed)]
 
+    def _waits(self, missing: Collection[int]) -> Iterator[dict[int, str]]:
+        """Wait longer and longer between the turns of a loop, and log it.
 
-class _Patience:
-    """Which signs ranks give that are waited for, and since when; the wait is logged.
+        Args:
+            missing: the ranks that are waited for; the loop may remove some.
 
-    Args:
-        records: those of the save.
-        ranks: who is waited for.
-    """
+        Yields:
+            Who of them is waited for no longer, and why.
+        """
+        begun, since, delay_s = time.monotonic(), time.strftime("%H:%M:%S"), _FIRST_DELAY_S
+        looks_at, says_at = begun, begun + SAY_S
+        seen: dict[int, tuple[int, float]] = {rank: (0, begun) for rank in missing}  # the last sign, and when it came
+        while True:
+            now = time.monotonic()
+            if now >= looks_at:
+                looks_at = now + folder_lock.BEAT_S
+                for rank in missing:
+                    if (sign := self.seen_of(rank)) != seen[rank][0]:
+                        seen[rank] = sign, now
+            still = {rank: now - seen[rank][1] for rank in missing}
+            if now >= says_at:
+                says_at = now + SAY_AGAIN_S
+                self._say(still, now - begun, since)
+            lost = self.lost() if max(still.values(), default=0.0) > LOST_S else {}
+            yield {
+                rank: f"{lost[rank] + ', and ' if rank in lost else ''}it gave no sign for {seconds:.0f} s"
+                for rank, seconds in still.items()
+                if seconds > (LOST_S if rank in lost else LIMIT_S)
+            }
+            time.sleep(delay_s)
+            delay_s = min(delay_s * 1.5, _LONGEST_DELAY_S)
 
-    def __init__(self, records: RankRecords, ranks: Collection[int]) -> None:
-        self._records, self._begun, self._since = records, time.monotonic(), time.strftime("%H:%M:%S")
-        self._seen = {rank: (0, self._begun) for rank in ranks}
-        self._looks_at, self._says_at = self._begun, self._begun + SAY_S
-
-    def given_up(self, missing: Collection[int]) -> dict[int, str]:
-        """Return who of those that are missing is waited for no longer, and why."""
-        now = time.monotonic()
-        if now >= self._looks_at:
-            self._looks_at = now + folder_lock.BEAT_S
-            for rank in missing:
-                if (seen := self._records.seen_of(rank)) != self._seen[rank][0]:
-                    self._seen[rank] = seen, now
-        still = {rank: now - self._seen[rank][1] for rank in missing}
-        if now >= self._says_at:
-            self._says_at = now + SAY_AGAIN_S
-            self._say(still, now - self._begun)
-        lost = self._records.lost() if max(still.values()) > LOST_S else {}
-        return {
-            rank: f"{lost[rank] + ', and ' if rank in lost else ''}it gave no sign for {seconds:.0f} s"
-            for rank, seconds in still.items()
-            if seconds > (LOST_S if rank in lost else LIMIT_S)
-        }
-
-    def _say(self, still: Mapping[int, float], waited_s: float) -> None:
-        processes = self._records.processes
+    def _say(self, still: Mapping[int, float], waited_s: float, since: str) -> None:
         others = [
-            f"rank {rank} (process {processes[rank].pid} on {processes[rank].host}; its last sign came {s:.0f} s ago)"
-            for rank, s in sorted(still.items())[:_MOST_NAMED]
+            f"rank {rank} (process {self.processes[rank].pid} on {self.processes[rank].host}; its last sign came "
+            f"{seconds:.0f} s ago)"
+            for rank, seconds in sorted(still.items())[:_MOST_NAMED]
         ] + ([f"{len(still) - _MOST_NAMED} more"] if len(still) > _MOST_NAMED else [])
         logger.warning(
             "%s: rank %d has waited %.0f s (since %s) for %s; the save fails %.0f s after the last sign, or %.0f s "
             "after it if the job has lost that rank",
-            *(self._records.name, self._records.rank, waited_s, self._since, ", ".join(others), LIMIT_S, LOST_S),
+            *(self.name, self.rank, waited_s, since, ", ".join(others), LIMIT_S, LOST_S),
         )
-
-
-def _delays() -> Iterator[float]:
-    """Wait longer and longer between the turns of a loop; yield the seconds since the first."""
-    begun, delay = time.monotonic(), _FIRST_DELAY_S
-    while True:
-        yield time.monotonic() - begun
-        time.sleep(delay)
-        delay = min(delay * 1.5, _LONGEST_DELAY_S)
 
 
 def _as_json(held: dict[str, FileRecord]) -> dict[str, Any]:

@@ -21,7 +21,11 @@ from tr_ckpt import manifest
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, SaveError, UnreadableError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_MODEL = ("model.safetensors", "adapter_model.safetensors")
 
 # How often ranks hear of each other while they work for long.
 HEAR_EVERY_S = 5.0
@@ -192,12 +196,6 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 def is_done(future: Future[Any], within_s: float) -> bool:
     """Wait for a result for at most `within_s`, and return whether there is one."""
     return bool(wait([future], within_s).done)
-
-
-logger = logging.getLogger(__name__)
-
-
-_MODEL = ("model.safetensors", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True)

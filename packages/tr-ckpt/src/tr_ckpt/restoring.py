@@ -26,13 +26,19 @@ from tr_log.formatting import printable
 
 logger = logging.getLogger(__name__)
 
-# A rank's result of reading: the step, and what is wrong.
-Answer = tuple[int, tuple[Damage, ...]]
-
 _GONE = Damage("", "gone", "it was removed while it was being read")
 
 # Larger checkpoints take long to read, so the start is logged.
 LONG_READ_BYTES = 500_000_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's result of reading: the step, the age of a checkpoint of ours, and what is wrong."""
+
+    step: int = -1
+    age: Age | None = None
+    damages: tuple[Damage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,25 +90,23 @@ class Restoring:
         self._skipped: list[str] = []
         self._handed_out: set[str] = set()
         self._states: dict[str, Any] = {}
-        self._read_last: tuple[Found, Age] | None = None
-        self._loaded: tuple[Found, Age] | None = None
-        self._taken: tuple[int, Path] | None = None
+        self._loaded: tuple[Found, Answer] | None = None
         self._layouts: dict[str, Layout] = {}
 
     def age_in(self, directory: Path) -> Age | None:
         """Return the age of the loaded checkpoint; None if none was loaded, or it is foreign or not in `directory`."""
         if self._loaded is None:
             return None
-        found, age = self._loaded
-        return age if os.path.realpath(found.path.parent) == os.path.realpath(directory) else None
+        found, answer = self._loaded
+        return answer.age if os.path.realpath(found.path.parent) == os.path.realpath(directory) else None
 
     def result(self) -> Restored:
         """Return the result so far."""
         skipped, loaded = tuple(dict.fromkeys(self._skipped)), frozenset(self._handed_out)
-        if self._taken is None:
+        if self._loaded is None:
             return Restored(None, None, skipped)
-        step, folder = self._taken
-        return Restored(step, folder, skipped, loaded, self._states)
+        found, answer = self._loaded
+        return Restored(answer.step, found.path, skipped, loaded, self._states)
 
     def newest(self, directory: Path) -> int | None:
         """Load the newest valid checkpoint in `directory`; None if there is none.
@@ -181,14 +185,13 @@ class Restoring:
         what = f"{found.path} was not restored"
         states: dict[str, Any] = {}
         answers = self._read_alike(found, states)
-        found_here = [damage for _, damages in answers for damage in damages]
+        found_here = [damage for answer in answers for damage in answer.damages]
         everywhere = [damage for machine in self._ranks.across(found_here) for damage in machine]
         if damages := tuple(dict.fromkeys(everywhere)):  # most ranks report the same
             raise DamagedCheckpointError(f"{found.path}: {_said(damages)}", damages)
         self._ranks.together(what, lambda: self._hand_out(found.path, states), failure=CheckpointError)
-        self._loaded = self._read_last
-        self._taken = answers[0][0], found.path
-        return answers[0][0]
+        self._loaded = found, answers[0]
+        return answers[0].step
 
     def _read_alike(self, found: Found, states: dict[str, Any]) -> list[Answer]:
         """Read a checkpoint into `states` on all ranks; read again if a rank sees other files than the first.
@@ -200,7 +203,6 @@ class Restoring:
         # Files that one machine wrote may appear on another with a delay.
         problems: list[str] = []
         for delay_s in (*reads.DELAYS_S[-2:], None):
-            self._read_last = None
             states.clear()
             self._take_layouts(found, what)
             answers = self._ranks.apart(what, lambda: self._read(found, states), failure=CheckpointError)
@@ -217,12 +219,9 @@ class Restoring:
     def _take_layouts(self, found: Found, what: str) -> None:
         """Take the layouts of the targets before any rank reads, as a `state_dict` may be collective. Collective."""
         wanted = {part for part, target in self._targets.items() if may_have_layout(target)}
-        if self._ranks.total > 1:
-            # Rank 0 decides: a rank that sees damage must not keep the others waiting in a `state_dict`.
-            given = self._ranks.together(what, lambda: self._saved_in_shards(found), failure=CheckpointError)[0]
-            wanted = wanted.union(*self._ranks.across(given))
-        else:
-            wanted |= self._saved_in_shards(found)
+        # Rank 0 decides: a rank that sees damage must not keep the others waiting in a `state_dict`.
+        given = self._ranks.together(what, lambda: self._saved_in_shards(found), failure=CheckpointError)[0]
+        wanted = wanted.union(*self._ranks.across(given))
         wanted -= {*self._layouts, *names.PER_RANK}
         if not wanted:
             return
@@ -252,24 +251,24 @@ class Restoring:
     def _read(self, found: Found, states: dict[str, Any]) -> Answer:
         try:
             if not discovery.is_foreign(found.path):
-                return self._read_own(found, states), ()
+                return self._read_own(found, states)
             with contextlib.suppress(DamagedCheckpointError):  # counts only if the second read finds it too
-                return self._take_over(found, states), ()
-            return self._take_over(found, states), ()
+                return self._take_over(found, states)
+            return self._take_over(found, states)
         except UnreadableError:
             raise
         except CheckpointError as error:
             if not reads.is_folder(found.path):
-                return -1, (_GONE,)
+                return Answer(damages=(_GONE,))
             if isinstance(error, DamagedCheckpointError):
-                return -1, error.damages
+                return Answer(damages=error.damages)
             raise CheckpointError(f"{found.path}: {error}") from error
 
-    def _take_over(self, found: Found, states: dict[str, Any]) -> int:
+    def _take_over(self, found: Found, states: dict[str, Any]) -> Answer:
         rank = self._ranks.number
-        return conversion.read_into(states, found.path, found.step, self._targets, rank, self._optional)
+        return Answer(conversion.read_into(states, found.path, found.step, self._targets, rank, self._optional))
 
-    def _read_own(self, found: Found, states: dict[str, Any]) -> int:
+    def _read_own(self, found: Found, states: dict[str, Any]) -> Answer:
         described = self._check(found)
         for part, target in self._targets.items():
             if self._is_saved(part, described):
@@ -279,8 +278,7 @@ class Restoring:
                 with CheckpointReader(found.path, described.parts) as reader:
                     state = reader.state(part, self._ranks.number, self._layouts.get(part))
                 states[part] = fit(part, state, target) if conversion.NOTE in described.files else state
-        self._read_last = found, (described.sequence, described.step)
-        return described.step
+        return Answer(described.step, described.age)
 
     def _name_later(self, chosen: Found, candidates: list[Found]) -> None:
         """Log which newer-looking step of another program is not resumed from."""
@@ -372,7 +370,7 @@ def _said(damages: Iterable[Damage]) -> str:
 
 def _contradictions(answers: list[Answer]) -> list[str]:
     """Return where ranks disagree with the first rank of their machine about a file that both read."""
-    first, *others = [damages for _, damages in answers]
+    first, *others = [answer.damages for answer in answers]
     if not first:  # it read all files but the shards, each of which one rank reads
         return [
             f"{_said(damages)} on rank {rank} alone"

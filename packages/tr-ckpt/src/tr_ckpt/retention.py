@@ -54,9 +54,7 @@ class Known:
         )
 
 
-def complete(
-    directory: Path, prefix: str, seen: Seen | None = None, saved: Found | None = None
-) -> list[tuple[Age, Found]]:
+def complete(directory: Path, prefix: str, seen: Seen | None = None) -> list[tuple[Age, Found]]:
     """Return the complete checkpoints in `directory` with their ages, the oldest first.
 
     Damaged and unreadable ones and those of another program are left out.
@@ -65,23 +63,18 @@ def complete(
         directory: the folder to look in.
         prefix: the first part of the names of checkpoints.
         seen: what was read earlier. Of what did not change only the newest are checked again. Updated in place.
-        saved: the only one that is new since the folder was last listed for `seen`; None lists it again.
 
     Raises:
         UnreadableError: the folder cannot be listed.
     """
     seen = Seen() if seen is None else seen
-    if saved is None:
-        unchanged, others = seen.look(directory, prefix)
-    else:
-        unchanged = [entry for name, entry in seen.entries.items() if name != saved.name]
-        others = [*(found for found in seen.apart if found.name != saved.name), saved]
+    unchanged, to_check = seen.look(directory, prefix)
     unchanged.sort(key=lambda entry: entry.age)
     older, newest = unchanged[:-_CHECKED_AGAIN], unchanged[-_CHECKED_AGAIN:]
     listed = [(entry.age, entry.found) for entry in older if entry.is_complete]
-    to_check = [entry.found for entry in (*(each for each in older if not each.is_complete), *newest)]
-    seen.checked = {found.name for found in (*to_check, *others)}
-    for found in (*to_check, *others):
+    to_check += [entry.found for entry in (*(each for each in older if not each.is_complete), *newest)]
+    seen.checked = {found.name for found in to_check}
+    for found in to_check:
         identity = reads.identity(str(found.path))
         if (age := _age_if_complete(found)) is not None:
             listed.append((age, found))
@@ -94,13 +87,13 @@ def _age_if_complete(found: Found) -> Age | None:
         described = discovery.check_quickly(found, with_sections=False)
     except CheckpointError:
         return None
-    return described.sequence, described.step
+    return described.age
 
 
 def superfluous(
     complete: Sequence[Found],
     keep_last: int,
-    newest: int,
+    newest: int | None,
     protected: Collection[int],
     keep_every: int | None = None,
 ) -> list[Found]:
@@ -218,30 +211,16 @@ def surplus(
         keep_every: checkpoints whose step is a multiple of this are kept and do not count.
         protected: steps that are kept.
     """
-    if saved.step is None:
-        return None
+    directory = saved.path.parent
     try:
         with reads.at_once():
-            found = _surplus(saved, prefix, known, keep_last, protected, keep_every)
+            listed = complete(directory, prefix, known.seen)
+            own = [found for age, found in listed if known.may_go(age)]
+            if len(listed) > keep_last:
+                known.say_what_stays(directory, [found for age, found in listed if not known.may_go(age)])
+            beyond = superfluous(own, keep_last, saved.step, protected, keep_every)
+            gone = [found for found in beyond if found.name in known.seen.checked or _age_if_complete(found)]
     except UnreadableError as error:
         logger.warning("nothing is removed now, the next save tries again: %s", error)
         return None
-    return Surplus(saved, found) if found else None
-
-
-def _surplus(
-    saved: Found,
-    prefix: str,
-    known: Known,
-    keep_last: int,
-    protected: Collection[int],
-    keep_every: int | None,
-) -> list[Found]:
-    directory, newest = saved.path.parent, saved.step
-    assert newest is not None  # it was saved by its step
-    listed = complete(directory, prefix, known.seen, saved)
-    own = [found for age, found in listed if known.may_go(age)]
-    if len(listed) > keep_last and not known.has_said:
-        known.say_what_stays(directory, [found for age, found in listed if not known.may_go(age)])
-    surplus = superfluous(own, keep_last, newest, protected, keep_every)
-    return [found for found in surplus if found.name in known.seen.checked or _age_if_complete(found) is not None]
+    return Surplus(saved, gone) if gone else None

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 class Saving:
     """One save.
 
-    It has three stages: plan which files this rank writes, write them, commit on rank 0 what all ranks wrote. `make`
-    runs the stages in turn. `capture` runs the first and copies what is planned, and `finish` the others, in any thread
-    and without communication. After a failure the earlier checkpoints are intact and no leftovers remain.
+    It has three stages: plan which files this rank writes, write them, commit on rank 0 what all ranks wrote. `plan`
+    runs the first and `finish` the others; if the plan was copied, in any thread and without communication. After a
+    failure the earlier checkpoints are intact and no leftovers remain.
 
     Args:
         directory: the folder of the checkpoints.
@@ -57,65 +57,47 @@ class Saving:
         self._records: RankRecords | None = None
         self._unsynced = Unsynced()
 
-    def make(self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None) -> None:
-        """Save the state of the parts `given`; at most one tensor is copied at a time.
-
-        Raises:
-            OSError: it could not be written, here or (`SaveError`) on another rank.
-            CheckpointError: a state holds a value that cannot be saved.
-        """
-        with self._discarding():
-            planned = self._plan(given, write_extra, in_background=False)
-            written = self._ranks.together(self._what, lambda: self._write(planned))
-            self._ranks.together(self._what, lambda: self._commit(written))
-
-    def capture(
-        self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, buffers: HostBuffers
+    def plan(
+        self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, buffers: HostBuffers | None = None
     ) -> list[FileToWrite]:
-        """Copy the state of the parts `given`, which may change after this call.
+        """Make the temporary folder, and return the files that this rank writes to it. Collective.
+
+        Args:
+            given: the parts, by name.
+            write_extra: adds files, on rank 0.
+            buffers: where tensors are copied to, so that they may change before `finish`, which is then called in the
+                background; None copies nothing.
 
         Raises:
             OSError: the temporary folder cannot be made, or (`SaveError`) another rank failed.
             CheckpointError: a state holds a value that cannot be saved.
         """
-        captured: list[FileToWrite] = []
-
-        def copy() -> names.Process:
-            buffers.begin()
-            captured.extend(file.copied(buffers) for file in planned)
-            buffers.finish()
-            if self._records is not None:
-                self._records.begin()
-            return names.this_process()
-
         with self._discarding():
-            planned = self._plan(given, write_extra, in_background=True)
-            everyone = self._ranks.together(self._what, copy)
-        if self._records is not None:
-            self._records.processes = everyone
-            self._records.lost = self._ranks.lost
-        return captured
+            self._begin(given, write_extra, in_background=buffers is not None)
+            planned = plan(given, self._ranks, self._what, self._require_folder)
+            return planned if buffers is None else self._copied(planned, buffers)
 
-    def finish(self, captured: Sequence[FileToWrite]) -> None:
-        """Write the captured state and wait until the checkpoint is committed.
+    def finish(self, planned: Sequence[FileToWrite]) -> None:
+        """Write the files and wait until the checkpoint is committed. Collective, unless the plan was copied.
+
+        At most one tensor is copied at a time.
 
         Raises:
             OSError: it could not be written, here or (`SaveError`) on another rank.
         """
         with self._discarding():
             if self._records is None:
-                self._commit([self._write(captured)])
+                written = self._ranks.together(self._what, lambda: self._write(planned))
+                self._ranks.together(self._what, lambda: self._commit(written))
                 return
             with self._records.giving_signs():  # rank 0 also while it waits and commits: others wait for it
-                self._commit(self._records.exchange(lambda: self._write(captured)))
+                self._commit(self._records.exchange(lambda: self._write(planned)))
         self._records.close()
         self._records.wait_for_rank_0()
 
-    def _plan(
+    def _begin(
         self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, *, in_background: bool
-    ) -> list[FileToWrite]:
-        """Make the temporary folder, and return the files that this rank writes to it. Collective."""
-
+    ) -> None:
         def begin() -> tuple[Path, Path | None] | None:
             names.check_names(given)
             if self._staging is None:
@@ -133,7 +115,23 @@ class Saving:
         self._folder, records = begun
         if records is not None and self._records is None:
             self._records = RankRecords(self.name, records, self._ranks.rank)
-        return plan(given, self._ranks, self._what, self._require_folder)
+
+    def _copied(self, planned: Sequence[FileToWrite], buffers: HostBuffers) -> list[FileToWrite]:
+        copies: list[FileToWrite] = []
+
+        def copy() -> names.Process:
+            buffers.begin()
+            copies.extend(file.copied(buffers) for file in planned)
+            buffers.finish()
+            if self._records is not None:
+                self._records.begin()
+            return names.this_process()
+
+        everyone = self._ranks.together(self._what, copy)
+        if self._records is not None:
+            self._records.processes = everyone
+            self._records.lost = self._ranks.lost
+        return copies
 
     def _require_folder(self) -> None:
         with explain_save_errors(self.name, self._directory):

@@ -33,38 +33,6 @@ from tr_ckpt import reads, untrusted
 from tr_ckpt.errors import CheckpointError, UnreadableError
 from tr_ckpt.tensor_file import DTYPES, dtype_of
 
-# Offset and length of a box, one number a dimension.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-# The most sharded dimensions; a box has two to the power of these corners.
-_MOST_SHARDED_DIMENSIONS = 8
-
-
-def is_filled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, which lie inside `shape` and are not empty, contain each of its numbers exactly once.
-
-    The time is proportional to the number of boxes. Each corner of a box counts 1 or -1, by how many of
-    its sides end there. These counts determine how many boxes contain each number, so they must equal those of `shape`.
-    Dimensions in which every box has the full length are left out; at most 8 may be sharded.
-    """
-    if not math.prod(shape):
-        return not boxes
-    split = [axis for axis, whole in enumerate(shape) if any(size[axis] != whole for _, size in boxes)]
-    if len(split) > _MOST_SHARDED_DIMENSIONS:
-        return False
-    counts: Counter[tuple[int, ...]] = Counter()
-    for offset, size in boxes:
-        _count_corners(counts, [(offset[axis], offset[axis] + size[axis]) for axis in split], 1)
-    _count_corners(counts, [(0, shape[axis]) for axis in split], -1)
-    return not any(counts.values())
-
-
-def _count_corners(counts: Counter[tuple[int, ...]], sides: Sequence[tuple[int, int]], weight: int) -> None:
-    for ends in product((0, 1), repeat=len(sides)):
-        corner = tuple(side[end] for side, end in zip(sides, ends, strict=True))
-        counts[corner] += weight * (-1) ** sum(ends)
-
-
 FORMAT = 2
 
 # Format 1 lists the chunks of every tensor.
@@ -72,6 +40,12 @@ _READ = (1, FORMAT)
 
 # A chunk takes at least so many bytes of the header of its file.
 _LEAST_ENTRY_BYTES = 40
+
+# Offset and length of a box, one number a dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+# The most sharded dimensions; a box has two to the power of these corners.
+_MOST_SHARDED_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
@@ -250,3 +224,28 @@ def _numbers(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(number) is int and 0 <= number < 2**63 for number in given):
         raise CheckpointError(f"{given!r:.80} is no list of lengths")
     return tuple(given)
+
+
+def is_filled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes, which lie inside `shape` and are not empty, contain each of its numbers exactly once.
+
+    The time is proportional to the number of boxes. Each corner of a box counts 1 or -1, by how many of
+    its sides end there. These counts determine how many boxes contain each number, so they must equal those of `shape`.
+    Dimensions in which every box has the full length are left out; at most 8 may be sharded.
+    """
+    if not math.prod(shape):
+        return not boxes
+    split = [axis for axis, whole in enumerate(shape) if any(size[axis] != whole for _, size in boxes)]
+    if len(split) > _MOST_SHARDED_DIMENSIONS:
+        return False
+    counts: Counter[tuple[int, ...]] = Counter()
+    for offset, size in boxes:
+        _count_corners(counts, [(offset[axis], offset[axis] + size[axis]) for axis in split], 1)
+    _count_corners(counts, [(0, shape[axis]) for axis in split], -1)
+    return not any(counts.values())
+
+
+def _count_corners(counts: Counter[tuple[int, ...]], sides: Sequence[tuple[int, int]], weight: int) -> None:
+    for ends in product((0, 1), repeat=len(sides)):
+        corner = tuple(side[end] for side, end in zip(sides, ends, strict=True))
+        counts[corner] += weight * (-1) ** sum(ends)

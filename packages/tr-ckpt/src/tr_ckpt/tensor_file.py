@@ -193,26 +193,16 @@ def find_distributed(state: Any, steps: tuple[str, ...] = ()) -> Iterator[tuple[
             yield from find_distributed(value, (*steps, str(number)))
 
 
-def unsupported_layout(tensor: Any) -> str:
-    """Return why the layout of a DTensor cannot be saved, and what to do; empty if it can."""
-    partial = [placement for placement in tensor.placements if placement.is_partial()]
-    if partial:
-        return (
-            f"a DTensor with the placement {partial[0]!r}: no rank has its numbers yet; "
-            "give tensor.redistribute(placements=[Replicate(), ...]) in state_dict()"
-        )
-    return ""
-
-
-def layout_identity(tensor: Any) -> Hashable:
-    """Return a key that is equal for two DTensors over the same local memory only if they are the same tensor."""
-    return id(tensor.device_mesh), tensor.placements, tuple(tensor.shape)
-
-
-def unsupported(tensor: torch.Tensor) -> str:
+def unsupported(tensor: Any) -> str:
     """Return why a tensor cannot be saved, and what to do; empty if it can."""
     if is_distributed(tensor):
-        return unsupported_layout(tensor) or unsupported(_local(tensor))
+        partial = [placement for placement in tensor.placements if placement.is_partial()]
+        if partial:
+            return (
+                f"a DTensor with the placement {partial[0]!r}: no rank has its numbers yet; "
+                "give tensor.redistribute(placements=[Replicate(), ...]) in state_dict()"
+            )
+        return unsupported(_local(tensor))
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return (
             f"a {type(tensor).__qualname__}, a kind of tensor that is more than its numbers; "
@@ -236,10 +226,11 @@ def _local(tensor: Any) -> torch.Tensor:
         return tensor.to_local()
 
 
-def identity(tensor: torch.Tensor) -> Hashable:
+def identity(tensor: Any) -> Hashable:
     """Return a key that is equal for two tensors only if they are the same numbers in the same memory."""
     if is_distributed(tensor):
-        return layout_identity(tensor), identity(_local(tensor))
+        # Over the same local memory, two are the same tensor only with the same layout.
+        return (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape)), identity(_local(tensor))
     if tensor.numel() == 0 or tensor.device.type == "xla":  # no address to compare
         return id(tensor)
     return (

@@ -140,7 +140,7 @@ def verified(directory: Path) -> list[tuple[int, int]]:
         with contextlib.suppress(CheckpointError):
             described = discovery.check_quickly(found)
             reader.verify(found.path, described)
-            ages.append((described.sequence, described.step))
+            ages.append(described.age)
     return ages
 
 

@@ -20,6 +20,8 @@ from tr_ckpt.manifest import Manifest
 from tr_ckpt.reader import CheckpointReader
 from tr_ckpt.shard_index import Index
 
+INDEX = "model.safetensors.index.json"
+
 # The names of the dtype in a configuration; the second is the older one.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -70,9 +72,6 @@ def _is_float(value: Any) -> bool:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-INDEX = "model.safetensors.index.json"
 
 
 def export(
