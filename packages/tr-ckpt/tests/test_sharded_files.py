@@ -14,7 +14,16 @@ from ckpt_workers import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, manifest, reader, shard_index, tensor_file
+from tr_ckpt import (
+    Checkpointer,
+    CheckpointError,
+    DamagedCheckpointError,
+    manifest,
+    plan,
+    reader,
+    shard_index,
+    tensor_file,
+)
 from tr_ckpt.reader import CheckpointReader
 from tr_ckpt.shard_index import Chunk, SavedTensor
 from tr_ckpt.sharded import export
@@ -237,6 +246,13 @@ def test_a_part_cannot_have_the_name_of_the_files_of_another(tmp_path, name):
 def test_a_file_of_the_caller_cannot_have_the_name_of_a_shard(tmp_path, file):
     with pytest.raises(CheckpointError, match=f"write_extra made '{file}', which is where the part 'held' goes"):
         Checkpointer(tmp_path).save(1, {"held": Holder({})}, write_extra=lambda folder: (folder / file).write_text(""))
+
+
+def test_a_part_that_each_rank_saves_for_itself_holds_no_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "may_exist", lambda: True)
+    monkeypatch.setattr(plan, "find_distributed", lambda state: iter([("held", None)]))
+    with pytest.raises(CheckpointError, match="rng holds DTensors, and each rank saves a state of its own there;"):
+        Checkpointer(tmp_path).save(1, {"rng": Holder({})})
 
 
 def test_shards_are_read_by_a_torch_without_distributed(saved, tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ def problems(folder: Path, described: Manifest) -> list[Damage]:
         return reader.problems()
 
 
-def verify(folder: Path, described: Manifest) -> None:
+def verify_loadable(folder: Path, described: Manifest) -> None:
     """Read every file, compare it with the manifest, and open it as a load would.
 
     Raises:

@@ -139,7 +139,7 @@ def verified(directory: Path) -> list[tuple[int, int]]:
     for found in discovery.find(directory, "checkpoint"):
         with contextlib.suppress(CheckpointError):
             described = discovery.check_quickly(found)
-            reader.verify(found.path, described)
+            reader.verify_loadable(found.path, described)
             ages.append(described.age)
     return ages
 

@@ -298,7 +298,7 @@ def _download(commit: Commit, name: str, into: Path) -> Path:
     described = manifest.read(folder)
     check_sizes(commit, name, described)  # before the large files are downloaded
     commit.download(f"{name}/*", listed, into)
-    reader.verify(folder, discovery.check_quickly(Found(None, name, folder)))
+    reader.verify_loadable(folder, discovery.check_quickly(Found(None, name, folder)))
     return folder
 
 
