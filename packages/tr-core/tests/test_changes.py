@@ -14,7 +14,6 @@ from support.models import Classifier
 from support.runs import log_of, steps_with
 from torch import nn
 
-from tr_args import Seq2SeqTrainingArguments
 from tr_args.testing import Later, facts, facts_of_kind
 from tr_core import Trainer, TrainingArguments
 from tr_core.changes import TAKEN_AT_BEGIN
@@ -220,14 +219,6 @@ def test_the_document_lists_what_acts_and_what_is_refused():
     tables = {}
     for heading, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
         tables[heading] = set(re.findall(r"`(\w+)`", body))
-
-    def acting(*facts_of_fields):
-        return {name for fact in facts_of_fields for name in facts(Seq2SeqTrainingArguments, fact)}
-
-    assert tables["Arguments that act from the next step"] == acting(Later.NEXT_STEP)
-    assert tables["Arguments that act at the next evaluation or prediction"] == acting(Later.NEXT_EVALUATION)
-    assert tables["Arguments that act later"] == acting(Later.NEXT_SAVE, Later.END_OF_RUN, Later.NEXT_RUN)
-    assert tables["Arguments that are refused at the next use of the Trainer"] == acting(Later.NEW_TRAINER)
     assert tables["Attributes that are refused in a run"] == set(TAKEN_AT_BEGIN)
 
 

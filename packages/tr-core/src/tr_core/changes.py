@@ -246,7 +246,9 @@ def _check_change(name: str, before: Any, now: Any, acts: Later | None) -> None:
     change = f"args.{name} was changed from {_shown(name, before)} to {_shown(name, now)} during training"
     if acts in (None, Later.NEW_TRAINER):
         instead = _INSTEAD.get(name, "set it before train()")
-        raise ValueError(f"{change}; only the arguments listed in docs/changing-a-run.md may be; {instead}")
+        raise ValueError(
+            f'{change}; only those that docs/arguments.md of tr-args calls "changed later" may be; {instead}'
+        )
     if name in STRATEGIES and any(hasattr(value, "seconds") for value in (before, now)):
         raise ValueError(f"{change}: acting by the clock is set up when the Trainer is built; set it there")
 
