@@ -11,7 +11,7 @@ import torch
 
 from tr_optim.engine.gradient_window import GradientWindow
 from tr_optim.engine.precision import computing_dtype
-from tr_optim.engine.shards import Shards, local_part, norm_of_parts, only_shards, shards_of
+from tr_optim.engine.shards import Shards, local_part, norm_of_parts, shards_of
 from tr_optim.projection.basis import Basis
 
 
@@ -117,7 +117,7 @@ class BackwardNorms:
             if id(parameter) in self._of:
                 parts[id(parameter) in sharded].append(self._of[id(parameter)])
         device = local_part(parameters[0]).device if parameters else torch.get_default_device()
-        whole, shards = total_norm(parts[0], device), only_shards(sharded)
+        whole, shards = total_norm(parts[0], device), next(iter(sharded.values()), None)
         return whole if shards is None else torch.hypot(whole, norm_of_parts(parts[1], shards, device))
 
 

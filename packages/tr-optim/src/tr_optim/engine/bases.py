@@ -47,8 +47,7 @@ class Bases:
             return None
         if some.dtype == dtype:  # both are kept alike
             return Basis(left, right)
-        kept = read_encoded(state, parameter, dtype)
-        return None if kept is None else kept.decoded()
+        return read_encoded(state, parameter, dtype).decoded()
 
     def is_due(self, parameter: torch.Tensor, state: State, place: Place) -> bool:
         """Whether a projected parameter needs a basis in this step: it has none, another rank, or its turn has come.

@@ -286,8 +286,3 @@ def norm_of_parts(norms: Iterable[torch.Tensor], shards: Shards, device: torch.d
     stacked = torch.stack([norm.to(device) for norm in norms] or [torch.zeros((), device=device)])
     square = torch.linalg.vector_norm(stacked).to(torch.float64).square()  # of a float32 it can be out of range
     return shards.sum(square).sqrt().to(stacked.dtype)
-
-
-def only_shards(sharded: Mapping[int, Shards]) -> Shards | None:
-    """Return one of them, for its ranks, which are the same for all."""
-    return next(iter(sharded.values()), None)

@@ -41,11 +41,6 @@ class EncodedBasis:
     dtype: torch.dtype
 
     @property
-    def sides(self) -> tuple[bool, bool]:
-        """Whether it has left columns, and whether right ones."""
-        return _NAMES[0] in self.tensors, _NAMES[1] in self.tensors
-
-    @property
     def rank(self) -> int:
         """Number of columns."""
         return next(self.tensors[name] for name in _NAMES if name in self.tensors).shape[-1]
@@ -84,10 +79,8 @@ def encode(basis: Basis, form: str) -> EncodedBasis:
     return EncodedBasis(tensors, (rows[0], rows[1]), some.dtype)
 
 
-def read_encoded(state: State, parameter: torch.Tensor, dtype: torch.dtype) -> EncodedBasis | None:
-    """Return the basis in a parameter's state; None if there is none."""
-    if not any(name in state for name in _NAMES):
-        return None
+def read_encoded(state: State, parameter: torch.Tensor, dtype: torch.dtype) -> EncodedBasis:
+    """Return the basis in a parameter's state, which has one."""
     own = {name: state[name] for name in ENTRIES if name in state}
     return EncodedBasis(own, (parameter.shape[-2], parameter.shape[-1]), dtype)
 
