@@ -33,7 +33,7 @@ def _many(steps):
             while reads and (len(reads) > 6 or pauses.random() < 0.7):  # sometimes more are open than there is room for
                 results.append(reads.pop(0)())
         results += [read() for read in reads]
-        return results, isinstance(strategy._group._agreeing, SharedPage)
+        return results, isinstance(strategy._agreeing, SharedPage)
 
 
 def test_every_exchange_gives_all_ranks_the_largest_values_however_late_each_comes():
@@ -59,7 +59,7 @@ def _without(rank_without):
     if int(os.environ["RANK"]) == rank_without:
         shared_page._opened = shared_page._make = lambda *args: None
     with DDP(use_cpu=True) as strategy:
-        return strategy._group._agreeing.__class__.__name__, strategy.all_reduce_max([strategy.rank])()
+        return strategy._agreeing.__class__.__name__, strategy.all_reduce_max([strategy.rank])()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -113,7 +113,7 @@ def _late(timeout_s, seen):
         wait_for(seen)
         strategy.close(failed=True)
         return
-    strategy._group._agreeing._timeout_s = timeout_s  # the meeting before may take longer
+    strategy._agreeing._timeout_s = timeout_s  # the meeting before may take longer
     try:
         strategy.all_reduce_max([1])()
     except RuntimeError as error:
@@ -142,7 +142,7 @@ def _in(folder):
     shared_page._SHARED_FOLDER = folder
     with DDP(use_cpu=True) as strategy:
         strategy.gather_objects(None)
-        return isinstance(strategy._group._agreeing, SharedPage), list(folder.iterdir())
+        return isinstance(strategy._agreeing, SharedPage), list(folder.iterdir())
 
 
 def test_no_file_is_left(tmp_path):

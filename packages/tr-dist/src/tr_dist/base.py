@@ -288,7 +288,7 @@ def precision_of(args: Any) -> str:
 Kind = TypeVar("Kind")
 
 
-class OnRanks(OnDevice):
+class OnRanks(ProcessGroup, OnDevice):
     """This process among the ranks of a job, with its device and precision: the base of strategies.
 
     Args:
@@ -300,10 +300,7 @@ class OnRanks(OnDevice):
         hang_timeout_s: seconds without progress of any rank after which all are ended; see `ProcessGroup`.
 
     Attributes:
-        device: the device of this process.
-        rank: number of this process among all, from 0.
-        local_rank: number of this process on its machine, from 0.
-        world_size: number of processes.
+        device, rank, local_rank, world_size, backend: those of `ProcessGroup`.
     """
 
     def __init__(
@@ -316,48 +313,10 @@ class OnRanks(OnDevice):
         timeout_s: float,
         hang_timeout_s: float | None = None,
     ) -> None:
-        super().__init__(device, precision=precision)
-        self._group = ProcessGroup(
-            environment, device, backend=backend, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s
+        OnDevice.__init__(self, device, precision=precision)
+        ProcessGroup.__init__(
+            self, environment, device, backend=backend, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s
         )
-        self.rank, self.local_rank = self._group.rank, self._group.local_rank
-        self.world_size = self._group.world_size
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; the argument is unchanged. No sync."""
-        return self._group.sum(tensor)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order. Not for each step.
-
-        Raises:
-            ValueError: the ranks' shapes or dtypes differ, or the tensor has no dimension.
-        """
-        return self._group.gather(tensor)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. Exchanged through the host: not for each step."""
-        return self._group.gather_objects(value)
-
-    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Start an all-reduce of the largest of each of `values`; return a function that waits for the result.
-
-        The device takes no part. All ranks start such calls in the same order. A call that is started in one step and
-        read in the next does not wait.
-        """
-        return self._group.all_reduce_max(values)
-
-    def barrier(self) -> None:
-        """Wait until every rank has called it."""
-        self._group.barrier()
-
-    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
-        """Return a block in which the watch for hangs gets steps and phases; see `ProcessGroup.watching`."""
-        return self._group.watching(progress, folder)
-
-    def lost_ranks(self) -> dict[int, str]:
-        """Return the ranks of which the watch for hangs has lost sight, and how it knows; for a `Checkpointer`."""
-        return self._group.lost_ranks()
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process group if this object joined it; a second call does nothing.
@@ -365,7 +324,7 @@ class OnRanks(OnDevice):
         Args:
             failed: the run ends by an exception, so other ranks may be gone: do not wait for them.
         """
-        self._group.leave(failed=failed)
+        self.leave(failed=failed)
 
     def _prepared(self, model: nn.Module, kind: type[Kind]) -> Kind:
         """Return the result of `prepare` for a model, also from under `torch.compile`.

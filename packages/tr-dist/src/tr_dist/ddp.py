@@ -175,7 +175,7 @@ class DDP(OnRanks):
         """
         replica = self._prepared(model, Replica)
         if not replica.compared:
-            check_replicas_equal(replica.module, self._group)
+            check_replicas_equal(replica.module, self)
             replica.compared = True
         return _averaging(replica) if sync else replica.no_sync()
 

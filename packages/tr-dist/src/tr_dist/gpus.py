@@ -5,6 +5,7 @@ The list comes from nvidia-smi, with its numbers, hidden GPUs too. The CUDA devi
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -217,10 +218,5 @@ def _kind(listed: str) -> str:
 
 def _leading_number(text: str) -> int | None:
     """Return the number that a text begins with, as C's strtol reads it: CUDA takes `1gpu` for 1."""
-    sign = text[:1] if text[:1] in ("+", "-") else ""
-    digits = ""
-    for character in text[len(sign) :]:
-        if character not in "0123456789":
-            break
-        digits += character
-    return int(sign + digits) if digits else None
+    found = re.match("[+-]?[0-9]+", text)
+    return int(found[0]) if found else None

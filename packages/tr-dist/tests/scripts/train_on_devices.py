@@ -33,7 +33,7 @@ def main(name, precision, *use_cpu):
             optimizer.zero_grad()
         facts = {"device": str(strategy.device), "world_size": strategy.world_size, "losses": losses}
         if strategy.rank == 0:
-            facts["backend"] = strategy._group.backend
+            facts["backend"] = strategy.backend
             if torch.cuda.is_available() and not use_cpu:
                 facts["uuid"] = str(torch.cuda.get_device_properties(0).uuid)
             print(json.dumps(facts), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tr_dist.hangs import HANG_EXIT_CODE
 
 # Messages of gloo, NCCL and torch on ranks that lost a peer.
-_CONSEQUENCES = (
+CONSEQUENCES = (
     "closed by peer",
     "reset by peer",
     "Broken pipe",
@@ -46,7 +46,7 @@ class Ending:
     @property
     def is_consequence(self) -> bool:
         """Whether it ended because another process had ended."""
-        return any(words in self.traceback for words in _CONSEQUENCES)
+        return any(words in self.traceback for words in CONSEQUENCES)
 
     def __str__(self) -> str:
         said = f": {self.message.splitlines()[0]}" if self.message else ""

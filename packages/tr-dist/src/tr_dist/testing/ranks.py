@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from tr_dist.launching.report import CONSEQUENCES
+
 # Seconds that the others get to report once a rank has failed: the cause may arrive after its consequence.
 _GRACE_S = 1.0
 # Imported once in the fork server. The first optimizer of a process imports torch._dynamo, which takes seconds.
@@ -31,11 +33,6 @@ _PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "tr_dist.ddp", "tr_di
 _PRELOAD += os.environ.get("TR_RANKS_PRELOAD", "").split()
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # otherwise it would look for a device that the ranks do not see
     _PRELOAD.append("deepspeed")
-# Messages of gloo and torch on ranks that lost a peer.
-_CONSEQUENCES = (
-    *("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting"),
-    *("connectFullMesh", "lost its connection"),
-)
 
 
 class RankError(RuntimeError):
@@ -169,7 +166,7 @@ def _raise_first_cause(outcomes: list[_Outcome], processes: list[BaseProcess], d
     reports = {rank: o for rank, o in enumerate(outcomes) if o is not None and o[0] == "raised"}
     notes = [f"rank {rank} of {len(outcomes)}:\n{report[2]}" for rank, report in reports.items()]
     # A rank whose peer is gone fails too; its connection error is not the cause.
-    causes = [rank for rank, o in reports.items() if not any(word in o[2] for word in _CONSEQUENCES)]
+    causes = [rank for rank, o in reports.items() if not any(word in o[2] for word in CONSEQUENCES)]
     ends = [
         f"rank {rank} " + ("did not end" if outcome is None else f"died with exit code {processes[rank].exitcode}")
         for rank, outcome in enumerate(outcomes)
