@@ -50,7 +50,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("hint", "default", "metadata", "lines"), TABLE, ids=str)
+@pytest.mark.parametrize(
+    ("hint", "default", "metadata", "lines"),
+    TABLE,
+    ids=[f"{number}: {hint}" for number, (hint, *_) in enumerate(TABLE)],
+)
 def test_a_line_gives_what_it_gives_there(hint, default, metadata, lines):
     for line in lines:
         kinds = [build(hint, default, metadata) for _ in range(2)]  # transformers' parser changes the fields' types
