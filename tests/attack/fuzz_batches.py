@@ -99,15 +99,23 @@ def fuzz(parser: Parser, number: int, seed: int, jobs: int, folder: Path) -> Cou
 
 
 def _warm(parser: Parser, folder: Path) -> None:
-    """Read the files as they are: what is imported and made when it is first needed then is there in all processes."""
+    """Read the files as they are: what is imported and made when it is first needed then is there in all processes.
+
+    Raises:
+        RuntimeError: none of them is read, so that changed ones would be refused at the first look.
+    """
     former = os.getcwd()
     os.chdir(tempfile.mkdtemp(dir=folder))
+    num_read = 0
     try:
         for number, each in enumerate(parser.seeds):
             with contextlib.suppress(*parser.errors):
                 parser.parse(parser.prepare(each, number))
+                num_read += 1
     finally:
         os.chdir(former)
+    if parser.seeds and not num_read:
+        raise RuntimeError(f"{parser.name}: every file is refused before it is changed")
 
 
 def _start(

@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,23 +205,24 @@ def _pickles(folder: Path) -> Iterator[Parser]:
         held = io.BytesIO()
         torch.save(value, held)
         archives.append(held.getvalue())
-    inside = []
-    for each in archives:
-        with zipfile.ZipFile(io.BytesIO(each)) as opened:
-            inside.append(opened.read(next(name for name in opened.namelist() if name.endswith("data.pkl"))))
 
-    def prepare(data: bytes, number: int) -> Path:
+    def inside(archive: bytes) -> dict[str, bytes]:
+        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+            return {name.partition("/")[2]: opened.read(name) for name in opened.namelist()}
+
+    def prepare(records: dict[str, bytes], data: bytes, number: int) -> Path:
         made = io.BytesIO()
         with zipfile.ZipFile(made, "w") as opened:
-            opened.writestr("x/data.pkl", data)
-            opened.writestr("x/version", "3\n")  # without which torch reads none
-            for key in range(6):
-                opened.writestr(f"x/data/{key}", bytes(6000))
+            for name, content in {**records, "data.pkl": data}.items():  # torch reads only records of their exact size
+                opened.writestr(f"x/{name}", content)
         return _written("x.pt")(made.getvalue(), number)
 
     tokens = (*_CODES, b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"../x", b"x/data/0")
     yield Parser("zip archives", tuple(archives), tokens, reading.read_archive, _written("x.pt"), (CheckpointError,))
-    yield Parser("tensors of archives", tuple(inside), _CODES, reading.read_archive, prepare, (CheckpointError,))
+    for name, archive in zip(("a model", "an optimizer", "random states"), archives, strict=True):
+        records = inside(archive)
+        make, errors = partial(prepare, records), (CheckpointError,)
+        yield Parser(f"archive of {name}", (records["data.pkl"],), _CODES, reading.read_archive, make, errors)
 
 
 def _foreign_json(folder: Path) -> Iterator[Parser]:

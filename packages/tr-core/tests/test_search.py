@@ -708,3 +708,12 @@ def test_a_trial_leaves_no_memory_to_the_next(make_search):
     begun, peaks = used[0::2], used[1::2]
     assert max(begun) - min(begun) < 2**20
     assert max(peaks) - min(peaks) < 2**20
+
+
+@pytest.mark.filterwarnings("ignore:Choices for a categorical")  # Optuna warns of them too
+def test_choices_that_the_journal_cannot_hold_are_refused(make_search):
+    search = make_search()
+    with pytest.raises(ValueError, match=r"suggest_categorical\('act', \.\.\.\) has ReLU\(\) among its choices"):
+        search.hyperparameter_search(
+            lambda trial: {"seed": len(str(trial.suggest_categorical("act", [torch.nn.ReLU()])))}
+        )

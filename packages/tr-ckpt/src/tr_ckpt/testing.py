@@ -192,7 +192,7 @@ def read_archive(path: Path) -> Any:
     """Read a file of `torch.save`; what is read can be saved."""
     state = state_files.read_archive(path)
     codec.encode("part", state)
-    if isinstance(state, dict):
+    if isinstance(state, dict) and "python" in state:
         trainer_files.read_random_states(path)
     return state
 

@@ -189,11 +189,25 @@ def _journal(path: Path, resume: bool) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
     backend = JournalFileBackend(str(path), JournalFileOpenLock(str(path)))
     try:
-        return JournalStorage(backend)
+        return _JournalOfPlainChoices(backend)
     except Exception as error:  # whatever Optuna finds in a file that it did not write
         raise ValueError(
             f"{path} is no journal of a search ({type(error).__name__}: {error}); restore it, or remove it"
         ) from None
+
+
+class _JournalOfPlainChoices(JournalStorage):
+    """Optuna's journal, which refuses choices that its file cannot hold before it writes to it."""
+
+    def set_trial_param(self, trial_id: int, param_name: str, param_value_internal: float, distribution: Any) -> None:
+        choices = getattr(distribution, "choices", ())
+        odd = next((choice for choice in choices if not isinstance(choice, bool | int | float | str | None)), None)
+        if odd is not None:
+            raise ValueError(
+                f"suggest_categorical({param_name!r}, ...) has {odd!r} among its choices, which {FILE_NAME} cannot "
+                "hold; choices are None, bool, numbers and text: give names, and build from them in model_init"
+            )
+        super().set_trial_param(trial_id, param_name, param_value_internal, distribution)
 
 
 def _cut_half_line(path: Path) -> None:
