@@ -52,11 +52,14 @@ class RowSharding:
         """True, so that a checkpoint of full tensors is also read in rows."""
         return True
 
-    def empty(self, name: str, saved: Any) -> torch.Tensor:
-        """Return an uninitialised tensor of `saved.shape` and `saved.dtype`, for reading a checkpoint."""
+    def empty(self, name: str, saved: Any) -> torch.Tensor | None:
+        """Return an uninitialised DTensor of `saved.shape` and `saved.dtype`, for reading a checkpoint.
+
+        None for a number: it has no rows, and every rank has the whole of it.
+        """
         shape = torch.Size(saved.shape)
         if not shape:
-            return torch.empty(shape, dtype=saved.dtype)
+            return None
         mine = self._rows(shape[0])
         return self._divided(torch.empty((mine.stop - mine.start, *shape[1:]), dtype=saved.dtype), shape)
 
