@@ -179,8 +179,8 @@ class ByHand:
 
     def evaluate(self):
         sets, modes = self.eval_dataset, [module.training for module in self.model.modules()]
-        self.model.eval()
         for name, data in sets.items() if isinstance(sets, dict) else (("", sets),):
+            self.model.eval()
             mean, kept = self.mean_loss(data)
             prefix = f"eval_{name}_" if name else "eval_"
             labels = SimpleNamespace(label_ids=[batch["labels"] for batch in kept])

@@ -11,8 +11,7 @@ from fuzz_families import draw
 from torch import nn
 
 import tr_core
-from tr_core import loss, trainer
-from tr_core import loss as label_smoothing
+from tr_core import label_smoothing, loss, trainer
 from tr_core.data import sampler
 from tr_core.evaluation.metrics import EvaluationLoss
 from tr_core.random_state import RandomState

@@ -56,6 +56,7 @@ REASONS = (
     _evaluation_loss_is_a_mean_of_means,
     _draws_for_its_loaders,
     _stream_ends_within_a_step,
+    lambda run: run.loss == "smoothing" and "say_that_the_model_takes_no_count" in dict(run.habits),
     lambda run: run.twice,
     lambda run: bool(run.assigned),  # what followed from the values before stays
     lambda run: run.max_steps > 0 and "stop_the_epoch" in dict(run.habits),  # it ends with the epochs it had planned
