@@ -34,8 +34,11 @@ def test_a_subclass_that_declares_a_field_again_keeps_its_facts():
     class Own(TrainingArguments):
         learning_rate: float = 1e-3
         warmup_steps: Annotated[float, Numbers.OTHER] = 10
+        bf16: Annotated[bool, Numbers.UNCHANGED] = False
         extra: int = 0
 
+    assert "bf16" in facts(Own, Later.NEW_TRAINER)  # a fact of another kind replaces none
+    assert "bf16" not in facts(Own, Numbers.OTHER)
     assert facts(Own, Numbers.OPTIMIZER) == facts(TrainingArguments, Numbers.OPTIMIZER)
     assert "warmup_steps" not in facts(Own, Numbers.SCHEDULE)
     assert schema(Own)["extra"].facts == ()

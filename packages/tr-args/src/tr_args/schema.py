@@ -122,6 +122,11 @@ def _owner(cls: type, name: str) -> type:
     return next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
 
 
+def _not_stated(inherited: tuple[Fact, ...], own: tuple[Fact, ...]) -> list[Fact]:
+    kinds = {type(fact) for fact in own}
+    return [fact for fact in inherited if type(fact) not in kinds]
+
+
 def _resolve(cls: type) -> dict[str, Any]:
     """Return each field's type; `Any` where it cannot be evaluated (names under TYPE_CHECKING)."""
     hints: dict[str, Any] = {}
@@ -131,7 +136,7 @@ def _resolve(cls: type) -> dict[str, Any]:
         for (
             other
         ) in inherited:  # a subclass that declares a field again keeps constraints and facts it does not replace
-            extras = [*(() if _constraints(hint) else _constraints(other)), *(() if _facts(hint) else _facts(other))]
+            extras = [*(() if _constraints(hint) else _constraints(other)), *_not_stated(_facts(other), _facts(hint))]
             hint = Annotated[hint, *extras] if extras else hint
         hints[field.name] = hint
     return hints

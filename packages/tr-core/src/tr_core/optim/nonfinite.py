@@ -3,7 +3,7 @@
 The decision is made on the device, and identically on all ranks. With `on_nonfinite="log"` nothing here is used: the
 loop applies every update, and counts. For the other two values `Updates` asks a guard.
 
-A flag on the device skips an update. `tr_dist/skipping.py` has the same code on purpose, because neither package
+A flag on the device skips an update. `tr_dist/base.py` has the same code on purpose, because neither package
 imports the other. The flag is an argument of `Strategy.step`: with float16 a strategy updates its scaler even if it
 skips the update.
 """
