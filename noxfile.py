@@ -221,7 +221,7 @@ def equality(session: nox.Session) -> None:
 def robustness(session: nox.Session) -> None:
     """End, fail, kill, restart and resize jobs of several processes and machines, and count what went wrong."""
     session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
-    session.run("pytest", "tests/robustness", env=TEST_ENVIRONMENT)
+    session.run("pytest", "tests/campaigns/robustness", env=TEST_ENVIRONMENT)
     for script, *options in (
         ("clean_exits", "--runs", "200", "--programs", "20", "--control", "16"),
         ("failures",),
@@ -231,7 +231,7 @@ def robustness(session: nox.Session) -> None:
         ("elastic",),
         ("cuts",),
     ):
-        session.run("python", f"tests/robustness/{script}.py", *options, env=TEST_ENVIRONMENT)
+        session.run("python", f"tests/campaigns/robustness/{script}.py", *options, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -299,7 +299,7 @@ def llama_factory(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Compare random runs with transformers, a loop by hand and themselves uninterrupted: `-- --seed 1 --n 5000`."""
     session.install(*PYTEST, *EVERYTHING, *TRANSFORMERS, *CONSTRAINTS)
-    session.run("python", "tests/fuzz/run.py", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("python", "tests/campaigns/fuzz/run.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
@@ -339,15 +339,15 @@ def engines(session: nox.Session) -> None:
 def crash(session: nox.Session) -> None:
     """Kill a run at every operation and step, cut its power, damage its files; it must end as if left alone."""
     session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
-    session.run("pytest", "tests/crash", env=TEST_ENVIRONMENT)
-    session.run("python", "tests/crash/run.py", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", "tests/campaigns/crash", env=TEST_ENVIRONMENT)
+    session.run("python", "tests/campaigns/crash/run.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
 def attack(session: nox.Session) -> None:
     """Attack storage, files from outside, arguments and processes, and count what was lost, run, or ended wrongly."""
     session.install(*PYTEST, "hypothesis>=6", "huggingface_hub", *EVERYTHING, *CONSTRAINTS)
-    session.run("python", "tests/attack/run.py", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("python", "tests/campaigns/attack/run.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="faults are forks of a process that has everything imported"
 )
 
-RUN = Path(__file__).parent / "crash" / "run.py"
+RUN = Path(__file__).parent / "campaigns" / "crash" / "run.py"
 CAMPAIGNS = ("operations", "steps", "power", "damage")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FUZZ = Path(__file__).parent / "fuzz" / "run.py"
+FUZZ = Path(__file__).parent / "campaigns" / "fuzz" / "run.py"
 
 
 def fuzz(*arguments):

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="ranks are forks of a process that has everything imported"
 )
 
-FOLDER = Path(__file__).parent / "robustness"
+FOLDER = Path(__file__).parent / "campaigns" / "robustness"
 
 
 def last_line(script, *arguments):

@@ -28,11 +28,11 @@ PUBLIC_MODULES = re.compile(
 )
 # Tests that are about the inside of a package.
 KNOW_THE_INSIDE = {
-    "attack/conditions_shards.py": "writes the shards of 1,000 ranks in one process",
+    "campaigns/attack/conditions_shards.py": "writes the shards of 1,000 ranks in one process",
     "backends/test_accelerate_files.py": "compares how the launcher reads a file with how accelerate does",
     "backends/substitute_device.py": "lets another device be taken for a Mac's",
-    "crash/crash_mutations.py": "plants faults in saves",
-    "fuzz/faults.py": "plants faults in training",
+    "campaigns/crash/crash_mutations.py": "plants faults in saves",
+    "campaigns/fuzz/faults.py": "plants faults in training",
     "test_long_logs.py": "takes a log of a few entries for a long one",
     "test_second_device.py": "asks anew whether a device has generators, and moves batches between devices",
     "test_files_visited.py": "counts files from where a save and a resume begin",

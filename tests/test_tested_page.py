@@ -46,11 +46,11 @@ SKIPPED [2] packages/tr-log/tests/test_wandb_tracker.py:10: could not import 'wa
 W1123 17:33:16.102000 11729 torch/utils/_pytree.py:630] a library's last words
 nox > Session alone(package='tr-log') was successful in 1 minute.
 nox > Running session fuzz
-nox > pytest tests/fuzz
+nox > pytest tests/campaigns/fuzz
 1 failed, 3 passed, 1 deselected in 7.15s
-nox > python tests/fuzz/run.py
+nox > python tests/campaigns/fuzz/run.py
 runs 500, discrepancies 0, 61 s
-nox > Command python tests/fuzz/run.py failed with exit code 1
+nox > Command python tests/campaigns/fuzz/run.py failed with exit code 1
 nox > Session fuzz failed.
 nox > Session pythons-3.13 skipped: Python interpreter 3.13 not found.
 nox > Running session integration
@@ -58,7 +58,7 @@ nox > pytest tests -m 'not slow' -m slow
 9 passed in 100.15s
 nox > Session integration was successful in 2 minutes.
 nox > Running session crash
-nox > pytest tests/crash
+nox > pytest tests/campaigns/crash
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from crash_kills import kills_at_places, kills_before_operations
 from crash_ranks import WORLD_SIZE, kills_of_ranks
 from crash_session import Fault, Session

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attack_counts import HUNG, WRONG_END, Count, Options
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIMIT_S = 300  # of the tests of one mutation
 QUICK = 3
 _FAILED = 1  # pytest's exit code

@@ -1,6 +1,6 @@
 """Kill one of two ranks at each of many moments, start the job again, and compare its end with that of one left alone.
 
-`python tests/robustness/kills.py` prints a line for each kill and, last, `N kills, M judged wrong`; it exits with 1 if
+`python kills.py` prints a line for each kill and, last, `N kills, M judged wrong`; it exits with 1 if
 M is not 0. The other rank is left to itself: it has to end, and must not harm what is saved. What is compared are the
 bits of the weights, all that was logged, and which rows each step used.
 """

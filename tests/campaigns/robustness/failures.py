@@ -1,6 +1,6 @@
 """Let one rank fail in every way, and see that all end, how soon, with which exit codes, and what is said first.
 
-`python tests/robustness/failures.py` prints a line for each failure and, last, `N failures, M judged wrong`; it exits
+`python failures.py` prints a line for each failure and, last, `N failures, M judged wrong`; it exits
 with 1 if M is not 0. Ranks are forks of an interpreter (`forked_ranks.py`), started by nobody, so that each has to end
 by itself; `--by launch` and `--by torchrun` start programs by `trainer launch` or torchrun, which end the others.
 """

@@ -1,6 +1,6 @@
 """Let jobs of two and three ranks train and end, and count those whose ranks all end with exit code 0.
 
-`python tests/robustness/clean_exits.py --runs 200` prints a line for each kind of job and, last, `200 of 200 jobs ended
+`python clean_exits.py --runs 200` prints a line for each kind of job and, last, `200 of 200 jobs ended
 with exit code 0`; it exits with 1 if one did not. Ranks are forks of an interpreter that has everything imported, and
 end as an interpreter does (`forked_ranks.py`); `--programs N` has N more whose ranks are programs of their own, and
 `--control N` counts how N end that destroy their group as torch does and settle nothing.

@@ -1,6 +1,6 @@
 """Attack checkpoints, inputs and processes, and count what was lost, executed, written outside, hung or ended wrongly.
 
-`python tests/attack/run.py` prints a table, a line a group, and exits with 1 if anything went wrong. `--quick` does a
+`python run.py` prints a table, a line a group, and exits with 1 if anything went wrong. `--quick` does a
 part of each attack, `--only NAME` one attack, `--keep` leaves the folders.
 """
 
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from attack_counts import KINDS, Count, Options

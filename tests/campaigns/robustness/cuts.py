@@ -1,6 +1,6 @@
 """Cut the network between the two machines of a job, and see what each says when, how both end, and what goes on.
 
-`python tests/robustness/cuts.py` does so under `trainer launch` and torchrun, by a link that is taken down and by
+`python cuts.py` does so under `trainer launch` and torchrun, by a link that is taken down and by
 packets that are dropped. It prints a table, and last `N cuts, M judged wrong`; it exits with 1 if M is not 0. Each
 machine has to say within 90 seconds for whom it waits, again at least every 90 seconds, and to end with another code
 than 0; the job has to go on from its checkpoint, when the network is there again, to the bits of one left alone.

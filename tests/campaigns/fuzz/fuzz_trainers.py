@@ -19,7 +19,7 @@ from fuzz_trace import Trace, figures
 import tr_core
 import tr_log
 
-sys.path.append(str(Path(__file__).parents[1] / "parity"))
+sys.path.append(str(Path(__file__).parents[2] / "parity"))
 from parity_recorder import Recorder
 
 

@@ -46,7 +46,7 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
 def _is_foreign(code: object) -> bool:
     """Whether it is not Python's own: named tuples, and what a library imports when it is first needed."""
     origin = getattr(code, "co_filename", "")
-    return not origin.startswith((*_OF_PYTHON, "<frozen", "<string>", str(Path(__file__).parents[2] / "packages")))
+    return not origin.startswith((*_OF_PYTHON, "<frozen", "<string>", str(Path(__file__).parents[3] / "packages")))
 
 
 @dataclass(frozen=True)

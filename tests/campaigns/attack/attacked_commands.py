@@ -64,7 +64,7 @@ def attack_commands(shop: Workshop, *, quick: bool) -> Iterator[Count]:
 
 def _make_foreign(folder: Path) -> None:
     """Write what the Trainer of transformers writes, with the help of tr-ckpt's own tests."""
-    path = Path(__file__).parents[2] / "packages" / "tr-ckpt" / "tests" / "ckpt_foreign.py"
+    path = Path(__file__).parents[3] / "packages" / "tr-ckpt" / "tests" / "ckpt_foreign.py"
     specification = importlib.util.spec_from_file_location("ckpt_foreign", path)
     assert specification is not None
     assert specification.loader is not None

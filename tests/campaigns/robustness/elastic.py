@@ -1,6 +1,6 @@
 """Let a job of two machines lose one and get another, and see that every row of the data was used once.
 
-`python tests/robustness/elastic.py` starts two agents on this machine, kills one with its rank, waits until the job
+`python elastic.py` starts two agents on this machine, kills one with its rank, waits until the job
 goes on with one, starts another, and waits until it goes on with two and ends. It prints what each start did, and last
 `N of N jobs used every row once`; it exits with 1 if one did not.
 """

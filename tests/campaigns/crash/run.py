@@ -1,6 +1,6 @@
 """Break a run in every way that can be counted, let it go on, and compare its end with that of the run left alone.
 
-`python tests/crash/run.py` prints a table of campaigns and, last, `faults N, mismatches M`; it exits with 1 if there
+`python run.py` prints a table of campaigns and, last, `faults N, mismatches M`; it exits with 1 if there
 are mismatches. `--quick` does a part of each campaign, `--only NAME` one campaign, `--keep` leaves the folders of what
 went wrong.
 """

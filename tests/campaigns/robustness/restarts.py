@@ -1,6 +1,6 @@
 """Kill a rank under a launcher that may restart once, and count the jobs that end as one left alone.
 
-`python tests/robustness/restarts.py --runs 20` does so many with `trainer launch` and with torchrun, half of those by
+`python restarts.py --runs 20` does so many with `trainer launch` and with torchrun, half of those by
 `--standalone` and half at a port that was given, each killed at another moment. It prints a line for each and, last,
 `20 of 20 restarts succeed: ddp, trainer launch; 20 of 20 ...`; it exits with 1 if one did not. It does so with DDP, and
 with FSDP2, whose shards come from a checkpoint that both ranks wrote.
