@@ -1,8 +1,6 @@
 """Fill in a DeepSpeed configuration from arguments and model, and refuse what disagrees; DeepSpeed is not needed."""
 
-import errno
 import json
-import os
 import sys
 from types import SimpleNamespace
 
@@ -18,8 +16,7 @@ from tr_dist.deepspeed.configuration import (
     fill_from_model,
     read_configuration,
 )
-from tr_dist.deepspeed.engine import check_async_io, check_swap_buffers, engine_configuration, load_deepspeed
-from tr_dist.deepspeed.swapping import SwapFolders, check_swap_paths
+from tr_dist.deepspeed.engine import engine_configuration, load_deepspeed
 
 AUTO = {
     "train_batch_size": "auto",
@@ -48,6 +45,9 @@ AUTO = {
         "stage3_param_persistence_threshold": "auto",
     },
 }
+
+
+GROUP = {"accelerator_config": None, "ddp_backend": None, "ddp_timeout": 60, "use_cpu": True}
 
 
 def arguments(**given):
@@ -201,7 +201,7 @@ def test_settings_that_cannot_be_had_are_listed():
         "Apex",
         "clip_grad_norm(model",
         "step a schedule",
-        "offload_optimizer.device='disk': it is 'none', 'cpu' or 'nvme'",
+        "offload_optimizer.device='disk': it is 'none' or 'cpu'",
         "offload_param: nothing is divided at stage 0",
         "stage=0 with bf16",
     ):
@@ -211,82 +211,18 @@ def test_settings_that_cannot_be_had_are_listed():
 
 
 @pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
-def test_offload_to_nvme_needs_stage_3_and_a_path(part):
-    disk = {"device": "nvme", "nvme_path": "swap"}
-    with pytest.raises(ValueError, match=rf"zero_optimization.{part}.device='nvme': needs stage 3, not 2"):
-        check_configuration({"zero_optimization": {"stage": 2, part: disk}})
-    with pytest.raises(ValueError, match=rf"needs zero_optimization.{part}.nvme_path, a folder on the disk to swap to"):
-        check_configuration({"zero_optimization": {"stage": 3, part: {"device": "nvme"}}})
-    check_configuration({"zero_optimization": {"stage": 3, part: disk}})
-    with pytest.raises(ValueError, match=r"fast_init: DeepSpeed reads float32 parameters wrongly with it"):
-        check_configuration({"zero_optimization": {"stage": 3, part: {**disk, "fast_init": True}}})
+def test_offload_to_nvme_is_refused_before_anything_starts(part):
+    disk = {"zero_optimization": {"stage": 3, part: {"device": "nvme", "nvme_path": "swap"}}}
+    said = rf"zero_optimization.{part}.device='nvme': nothing is swapped to a disk; use device='cpu'"
+    with pytest.raises(ValueError, match=said):
+        DeepSpeed(disk, use_cpu=True)
+    with pytest.raises(ValueError, match=said):
+        DeepSpeed.from_arguments(arguments(deepspeed=disk, **GROUP))
+
+
+def test_parameters_are_offloaded_at_stage_3_only():
     with pytest.raises(ValueError, match="offload_param.device='cpu': needs stage 3, not 1"):
         check_configuration({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}})
-
-
-def swapping_to(path, **settings):
-    disk = {"device": "nvme", "nvme_path": str(path), **settings}
-    return {"zero_optimization": {"stage": 3, "offload_param": disk}}
-
-
-def test_a_folder_that_cannot_be_swapped_to_is_named_before_anything_starts(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"nvme_path='.*away': there is no such folder on this machine"):
-        DeepSpeed(swapping_to(tmp_path / "away"), use_cpu=True)
-    with pytest.raises(ValueError, match=r"nvme_path='/proc': cannot be swapped to \("):  # nobody may write there
-        check_swap_paths(swapping_to("/proc"))
-    check_swap_paths(swapping_to(tmp_path))
-
-    opened = os.open
-
-    def refuse(path, flags, *mode, **options):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(path, flags, *mode, **options)
-
-    with monkeypatch.context() as patch:  # as file systems without it answer, of which there may be none here
-        patch.setattr(os, "open", refuse)
-        with pytest.raises(ValueError, match=r"\(Invalid argument\).*written past the page cache \(O_DIRECT\)"):
-            check_swap_paths(swapping_to(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-def test_swapped_files_are_in_a_folder_of_one_process_that_goes_with_it(tmp_path):
-    given = swapping_to(tmp_path)
-    one, other = SwapFolders(given, 0), SwapFolders(given, 0)
-    assert not list(tmp_path.iterdir())  # made when they are needed
-    paths = [folders.place(given)["zero_optimization"]["offload_param"]["nvme_path"] for folders in (one, other, one)]
-    assert paths[0] == paths[2] != paths[1]
-    assert sorted(map(str, tmp_path.iterdir())) == sorted(set(paths))
-    assert given == swapping_to(tmp_path)
-    one.remove()
-    one.remove()
-    assert list(map(str, tmp_path.iterdir())) == [paths[1]]
-    del other
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_the_operator_the_error_says_what_to_install(monkeypatch):
-    builders = SimpleNamespace(AsyncIOBuilder=lambda: SimpleNamespace(is_compatible=lambda: False))
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", builders)
-    check_async_io([])
-    with pytest.raises(ValueError, match=r"offload_param.device='nvme' needs .*async_io, .*apt-get install libaio-dev"):
-        check_async_io(["offload_param"])
-
-
-def test_buffers_that_are_too_small_for_a_part_of_a_parameter_are_refused():
-    with pytest.raises(ValueError, match=r"buffer_size=5: .* on one of 2 ranks has 6 numbers; set it to that or more"):
-        check_swap_buffers(swapping_to("swap", buffer_size=5), nn.Linear(3, 4), 2)
-    check_swap_buffers(swapping_to("swap", buffer_size=6), nn.Linear(3, 4), 2)
-    check_swap_buffers({"zero_optimization": {"stage": 3}}, nn.Linear(3, 4), 2)
-
-
-def test_parameters_in_files_are_not_fetched_ahead():
-    given = swapping_to("swap")
-    given["zero_optimization"]["stage3_prefetch_bucket_size"] = 1000
-    assert (
-        engine_configuration(given, SimpleNamespace(type="cpu"))["zero_optimization"]["stage3_prefetch_bucket_size"]
-        == 0
-    )
 
 
 @pytest.mark.parametrize("name", ["galore_adamw", "lomo", "adalomo", "apollo_mini", "adafactor"])

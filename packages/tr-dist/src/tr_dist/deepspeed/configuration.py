@@ -180,26 +180,17 @@ def look_up(configuration: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def swap_paths(configuration: Mapping[str, Any]) -> dict[str, str]:
-    """Return the folders of NVMe offload, by the section of `zero_optimization` that sets them."""
-    zero = configuration.get("zero_optimization") or {}
-    sections = {name: zero.get(name) or {} for name in _OFFLOADS}
-    return {name: str(given["nvme_path"]) for name, given in sections.items() if given.get("device") == "nvme"}
-
-
 def _of_placement(name: str, section: Mapping[str, Any], stage: Any) -> Iterator[str]:
     """Yield what is wrong with the offload of one section of `zero_optimization`."""
     place, where = section.get("device"), f"zero_optimization.{name}"
-    if place not in (None, "none", "cpu", "nvme"):
-        yield f"{where}.device={place!r}: it is 'none', 'cpu' or 'nvme'"
-    if place in ("cpu", "nvme") and stage == 0:
+    if place == "nvme":
+        yield f"{where}.device='nvme': nothing is swapped to a disk; use device='cpu', or strategy='fsdp' on more ranks"
+    elif place not in (None, "none", "cpu"):
+        yield f"{where}.device={place!r}: it is 'none' or 'cpu'"
+    elif place == "cpu" and stage == 0:
         yield f"{where}: nothing is divided at stage 0; use stage 1, 2 or 3"
-    elif stage != 3 and (place == "nvme" or (place == "cpu" and name == "offload_param")):
-        yield f"{where}.device={place!r}: needs stage 3, not {stage}"
-    if place == "nvme" and section.get("fast_init"):
-        yield f"{where}.fast_init: DeepSpeed reads float32 parameters wrongly with it; leave it out"
-    if place == "nvme" and not section.get("nvme_path"):
-        yield f"{where}.device='nvme': needs {where}.nvme_path, a folder on the disk to swap to"
+    elif place == "cpu" and stage != 3 and name == "offload_param":
+        yield f"{where}.device='cpu': needs stage 3, not {stage}"
 
 
 def _settings(filled: dict[str, Any], args: Any, world_size: int) -> Iterator[Setting]:

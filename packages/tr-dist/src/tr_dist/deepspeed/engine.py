@@ -9,14 +9,12 @@ import copy
 import importlib
 import os
 import warnings
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from tr_dist.base import consumes_gradients
-from tr_dist.deepspeed.configuration import look_up, low_precision
 from tr_dist.environment import LaunchEnvironment, read_environment
 
 _LOCAL_RANK = "LOCAL_RANK"
@@ -54,24 +52,6 @@ def load_deepspeed(device: torch.device) -> Any:
         operations = importlib.import_module("deepspeed.ops")
         operations.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def check_async_io(sections: Collection[str]) -> None:
-    """Refuse offload to NVMe if DeepSpeed's operator for it cannot be built.
-
-    Args:
-        sections: the sections of `zero_optimization` that use such offload.
-
-    Raises:
-        ValueError: it cannot be built.
-    """
-    if sections and not importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder().is_compatible():
-        named = " and ".join(f"zero_optimization.{name}.device='nvme'" for name in sections)
-        raise ValueError(
-            f"{named} needs DeepSpeed's operator async_io, which cannot be built here: it takes a C++ compiler, and "
-            "libaio with its headers (apt-get install libaio-dev, dnf install libaio-devel; where they are elsewhere, "
-            "CFLAGS=-I... and LDFLAGS=-L... say so); or use device='cpu'"
-        )
 
 
 def read_launch_environment() -> LaunchEnvironment:
@@ -181,7 +161,6 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
 # Options that a group of the configuration's own optimizer copies from the one that was built.
 _KEPT = ("params", "lr", "initial_lr", "weight_decay")
 _NEVER = 2**62
-_BUFFER_SIZE = 100_000_000  # numbers; the default of the configuration
 # Optimizers of torch, tr-optim or other libraries that silently train differently on a flat buffer.
 _NEED_MATRICES = ("Adafactor", "Muon", "MuonAdamW", "SOAP", "Shampoo")
 _NEED_WHOLE = {
@@ -236,24 +215,6 @@ def _why_whole(optimizer: torch.optim.Optimizer) -> str | None:
     return _NEED_WHOLE.get(type(optimizer).__name__)
 
 
-def check_swap_buffers(configuration: dict[str, Any], module: nn.Module, world_size: int) -> None:
-    """Refuse buffers that are too small for a rank's part of a parameter that is swapped to NVMe.
-
-    Raises:
-        ValueError: the message gives the needed size.
-    """
-    section = look_up(configuration, "zero_optimization.offload_param") or {}
-    if section.get("device") != "nvme":
-        return
-    largest = max(-(-getattr(each, "ds_numel", each.numel()) // world_size) for each in module.parameters())
-    size = section.get("buffer_size", _BUFFER_SIZE)
-    if largest > size:
-        raise ValueError(
-            f"zero_optimization.offload_param.buffer_size={size}: the largest part of a parameter on one of "
-            f"{world_size} ranks has {largest} numbers; set it to that or more"
-        )
-
-
 def given_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
     """Return the parameters of each group."""
     return [list(group["params"]) for group in optimizer.param_groups]
@@ -281,7 +242,6 @@ def make_engine(
         options["model_parameters"] = groups
     else:
         options["optimizer"] = optimizer
-    _shard_to_files(deepspeed, module, config)
     engine = deepspeed.initialize(**options)[0]
     if "optimizer" in config:
         optimizer.param_groups, optimizer.state = engine.basic_optimizer.param_groups, engine.basic_optimizer.state
@@ -297,28 +257,11 @@ def engine_configuration(configuration: dict[str, Any], device: torch.device) ->
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     config.setdefault("steps_per_print", _NEVER)
-    if (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme":
-        # DeepSpeed takes parameters that were fetched before a step or an evaluation for swapped out when they are not.
-        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
     for name in ("offload_optimizer", "offload_param"):
         section = config.get("zero_optimization", {}).get(name)
         if section and device.type == "cpu":
             section["pin_memory"] = False  # there is no device to copy to
     return config
-
-
-def _shard_to_files(deepspeed: Any, module: nn.Module, config: dict[str, Any]) -> None:
-    """Keep swapped parameters in float32 in their files, unless another type is set.
-
-    Without float16, on the CPU, `initialize` uses bfloat16 buffers for them, and rounds.
-    """
-    on_disk = (look_up(config, "zero_optimization.offload_param") or {}).get("device") == "nvme"
-    is_divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-    if on_disk and not is_divided and low_precision(config) is None:
-        # Without the batch sizes, which are not those of one process; DeepSpeed does not know the others yet.
-        given = {name: config[name] for name in ("zero_optimization", "aio") if name in config}
-        given["train_micro_batch_size_per_gpu"] = 1
-        deepspeed.zero.Init(module=module, config_dict_or_path=given, remote_device="nvme", pin_memory=False)
 
 
 def _take_off_empty_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tr_dist.deepspeed.engine import EngineModel
-from tr_dist.deepspeed.swapping import Piece, drop_swapped_state, in_memory, pieces_of, refresh_masters
 from tr_dist.state_part import StatePart
 
 
@@ -133,6 +133,21 @@ def clear_gradients(zero: Any) -> None:
             gradients.zero_()
 
 
+def zero_absent_gradients(zero: Any) -> None:
+    """At stage 3 with an offloaded optimizer, set the gradients to zero of parameters that have none in this step.
+
+    DeepSpeed would otherwise use what its buffer holds, such as the gradient of an earlier step.
+    """
+    if not getattr(zero, "offload_optimizer", False):
+        return
+    for number, parameters in enumerate(zero.fp16_groups):
+        flat = zero.fp32_partitioned_groups_flat[number]
+        for each in (zero.get_param_id(parameter) for parameter in parameters):
+            if each not in zero.norm_for_param_grads:
+                _, start, size = zero.grad_position[each]
+                flat.grad.narrow(0, start, size).zero_()
+
+
 def _copy_left_out(zero: Any, with_gradient: str, copy: Callable[[], None], numbers: dict[int, int]) -> None:
     """Copy the sums of this step's gradients that were not copied yet."""
     before = getattr(zero, with_gradient)
@@ -161,6 +176,72 @@ def _invalid_norm(zero: Any, stage: int) -> Iterator[None]:
         vars(zero).update(before)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank holds.
+
+    Attributes:
+        flat: the tensor that this rank's optimizer updates, which contains the piece.
+        group: number of the optimizer's group.
+        start: start of the piece in `flat`.
+        offset: start of the piece in the flattened parameter.
+        size: how many numbers; 0 if this rank holds none of the parameter.
+    """
+
+    flat: torch.Tensor
+    group: int
+    start: int = 0
+    offset: int = 0
+    size: int = 0
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the piece of a tensor with the layout of `flat`."""
+        return values.narrow(0, self.start, self.size)
+
+    def gather(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Assemble the parameter's numbers from all ranks' tensors with the layout of `flat`. Collective."""
+        whole = torch.zeros(shape.numel(), dtype=values.dtype, device=values.device)
+        if self.size:
+            whole.narrow(0, self.offset, self.size).copy_(self.of(values))
+        dist.all_reduce(whole)
+        return whole.view(shape)
+
+    def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copy this rank's piece of a full tensor into one with the layout of `flat`."""
+        if self.size:
+            self.of(values).copy_(whole.reshape(-1).narrow(0, self.offset, self.size))
+
+
+def pieces_of(zero: Any, groups: list[list[nn.Parameter]], stage: int, rank: int) -> list[Piece]:
+    """Return this rank's piece of every parameter of an optimizer's groups, in their order.
+
+    Args:
+        zero: DeepSpeed's optimizer of stage 1, 2 or 3.
+        groups: the parameters of each group.
+        stage: of ZeRO.
+        rank: of this process.
+    """
+    if stage == 3:
+        return [_of_stage_3(zero, p, rank) for parameters in groups for p in parameters]
+    flats = zero.single_partition_of_fp32_groups
+    return [_of_stage_2(flats[group], group, p) for group, parameters in enumerate(groups) for p in parameters]
+
+
+def _of_stage_2(flat: torch.Tensor, group: int, parameter: Any) -> Piece:
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return Piece(flat, group)
+    inside, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Piece(flat, group, here.start, inside.start, inside.numel)
+
+
+def _of_stage_3(zero: Any, parameter: Any, rank: int) -> Piece:
+    subgroup, start, size = zero.grad_position[zero.get_param_id(parameter)]
+    flat, group = zero.fp32_partitioned_groups_flat[subgroup], zero.sub_group_to_group_id[subgroup]
+    offset = rank * size  # the last ranks' pieces are padded to this size
+    return Piece(flat, group, start, offset, max(0, min(size, parameter.ds_numel - offset)))
+
+
 class ShardedOptimizer:
     """The state of an optimizer whose parameters ZeRO has flattened, in the form of a plain optimizer's state.
 
@@ -179,7 +260,7 @@ class ShardedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by the numbers of parameters, `param_groups`, and `masters`; tensors in rows. Collective."""
         rows, state, masters = RowSharding(), {}, {}
-        for number, (parameter, piece) in enumerate(self._pieces(changed=False)):
+        for number, (parameter, piece) in enumerate(self._pieces()):
             shape = _shape(parameter)
             own = self._optimizer.state.get(piece.flat, {})
             if own:
@@ -211,8 +292,7 @@ class ShardedOptimizer:
         rows = RowSharding()
         numbers = [number for group in saved_groups for number in group["params"]]
         self._optimizer.state.clear()
-        drop_swapped_state(self._model.engine.optimizer)
-        for number, (parameter, piece) in zip(numbers, self._pieces(changed=True), strict=True):
+        for number, (parameter, piece) in zip(numbers, self._pieces(), strict=True):
             own = self._optimizer.state[piece.flat] if number in state_dict["state"] else {}
             for name, value in state_dict["state"].get(number, {}).items():
                 _take(own, name, value, rows, parameter, piece)
@@ -229,12 +309,10 @@ class ShardedOptimizer:
         """Return the layout that allocates tensors for reading a checkpoint."""
         return RowSharding()
 
-    def _pieces(self, *, changed: bool) -> Iterator[tuple[Any, Piece]]:
-        """Yield each parameter and its piece, while that is in memory; `changed` writes it back."""
-        groups, zero = self._model.given_groups, self._model.engine.optimizer
-        found = pieces_of(zero, groups, self._stage, self._rank)
-        parameters = (parameter for group in groups for parameter in group)
-        return in_memory(zero, zip(parameters, found, strict=True), changed=changed)
+    def _pieces(self) -> Iterator[tuple[Any, Piece]]:
+        groups = self._model.given_groups
+        pieces = pieces_of(self._model.engine.optimizer, groups, self._stage, self._rank)
+        return zip((parameter for group in groups for parameter in group), pieces, strict=True)
 
 
 class ShardedModel:
@@ -283,7 +361,7 @@ class ShardedModel:
                 with gathered(mine, changed_by=0), torch.no_grad():
                     if self._rank == 0 or not _is_sharded(mine):
                         mine.copy_(whole)
-        refresh_masters(self._model.engine.optimizer)
+        self._model.engine.optimizer.refresh_fp32_params()
 
     def tensor_layout(self) -> RowSharding:
         """Return the layout that allocates tensors for reading a checkpoint."""
@@ -295,7 +373,7 @@ def replicated_model(model: EngineModel) -> StatePart:
 
     def load(state_dict: dict[str, Any]) -> None:
         model.module.load_state_dict(state_dict)
-        refresh_masters(model.engine.optimizer)
+        model.engine.optimizer.refresh_fp32_params()
 
     return StatePart(model.module.state_dict, load)
 

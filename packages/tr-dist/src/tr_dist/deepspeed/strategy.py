@@ -14,9 +14,7 @@ from tr_dist.base import OnRanks, common_options
 from tr_dist.deepspeed import configuration as configurations
 from tr_dist.deepspeed.engine import (
     EngineModel,
-    check_async_io,
     check_optimizer,
-    check_swap_buffers,
     given_groups,
     load_deepspeed,
     make_engine,
@@ -35,8 +33,8 @@ from tr_dist.deepspeed.states import (
     pass_early_gradients,
     replicated_model,
     skip_step,
+    zero_absent_gradients,
 )
-from tr_dist.deepspeed.swapping import SwapFolders, check_swap_paths, keep_unaligned_gradients, prepare_step
 from tr_dist.environment import rank_device
 from tr_dist.replica import check_trainable
 from tr_dist.sharded_model import broadcast_values, synced_generation
@@ -105,13 +103,10 @@ class DeepSpeed(OnRanks):
         if precision == "fp16" and device.type == "cpu":
             raise ValueError("fp16.enabled needs an accelerator; on the CPU use bf16 (--bf16), or neither")
         self._dtype = _DTYPES[precision]
-        check_swap_paths(self.configuration)
         self._deepspeed = load_deepspeed(device)
-        check_async_io(configurations.swap_paths(self.configuration))
         super().__init__(
             environment, device, precision="no", backend=backend, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s
         )
-        self._swapped = SwapFolders(self.configuration, self.rank)
         self._model: EngineModel | None = None
         self._backwards, self._is_complete = 0, False
 
@@ -181,17 +176,14 @@ class DeepSpeed(OnRanks):
         """
         inner = self._engine_model(model)
         check_optimizer(optimizer, inner.module, self.stage)
-        check_swap_buffers(self.configuration, inner.module, self.world_size)
         if inner.engine is not None:
             inner.drop_engine()
         groups = given_groups(optimizer)
         set_local_rank(self.local_rank, self.device)
-        placed = self._swapped.place(self.configuration)
-        engine = make_engine(self._deepspeed, inner.module, optimizer, placed, self.device)
+        engine = make_engine(self._deepspeed, inner.module, optimizer, self.configuration, self.device)
         inner.take_engine(engine, groups)
         self._model, self._is_complete = inner, False
         self._check_engine(engine)
-        keep_unaligned_gradients(engine.optimizer)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
@@ -263,7 +255,7 @@ class DeepSpeed(OnRanks):
             return True
         pass_early_gradients(engine.optimizer)  # clipping does it too, if it was called
         if self.stage == 3:
-            prepare_step(engine.optimizer)
+            zero_absent_gradients(engine.optimizer)
         engine.step()
         clear_gradients(engine.optimizer)
         if self.stage:
@@ -311,7 +303,6 @@ class DeepSpeed(OnRanks):
         self._model, model = None, self._model
         if model is not None and not failed:
             model.drop_engine()
-        self._swapped.remove()
         super().close(failed=failed)
         reset_process_group()
 
@@ -344,10 +335,6 @@ class DeepSpeed(OnRanks):
         }
         wanted = {"stage": self.stage, "world size": self.world_size, "rank": self.rank}
         wanted["divided optimizer"] = self.stage > 0
-        on_disk = configurations.swap_paths(self.configuration)
-        for name, flag in (("offload_optimizer", "swap_optimizer"), ("offload_param", "params_in_nvme_and_cpu")):
-            found[f"{name} to NVMe"] = bool(getattr(engine.optimizer, flag, False))
-            wanted[f"{name} to NVMe"] = name in on_disk
         if differing := [
             f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value
         ]:
