@@ -57,8 +57,7 @@ PARALLEL = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 HARDWARE = {
     "mps": ("packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",
             "packages/tr-ckpt/tests/test_rng_state_mps.py"),
-    "cuda": ("packages/tr-dist/tests/test_gpu_numbers.py", "packages/tr-dist/tests/test_device.py",
-             "packages/tr-core/tests/test_single_device.py"),
+    "cuda": ("packages/tr-dist/tests/test_device.py", "packages/tr-core/tests/test_single_device.py"),
 }  # fmt: skip
 MATRIX = "packages/tr-all/docs/matrix.md"
 

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_smi import A100, T4, machine
 
 from tr_dist import LaunchEnvironment, rank_device, read_environment
 from tr_dist.environment import _log_idle_devices, lone_device
-from tr_dist.gpus import number_gpus, read_physical_gpus
 from tr_dist.launching.command import _parser, plan
 
 SECOND = LaunchEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
@@ -164,13 +162,10 @@ def _launched(*words):
     return plan(_parser().parse_args([*words, __file__]))[0].variables
 
 
-def test_devices_of_the_launcher_are_numbered_as_nvidia_smi_does(monkeypatch, tmp_path):
-    """`--devices 1,0` is the second GPU and the first, also where CUDA itself would number the faster one first."""
-    machine(monkeypatch, tmp_path, T4, A100)
+def test_devices_of_the_launcher_are_numbered_as_nvidia_smi_does(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
-    found = number_gpus(read_physical_gpus(), {**os.environ, **_launched("--devices", "1,0")})
-    assert [gpu.name for gpu in found.devices] == [A100, T4]
+    assert _launched("--devices", "1,0") == {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", "1,0"), ("CUDA_DEVICE_ORDER", "FASTEST_FIRST")])

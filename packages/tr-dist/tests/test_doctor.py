@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -72,3 +74,22 @@ def test_doctor_finds_that_several_processes_cannot_train_on_a_mac(capsys, monke
         monkeypatch.setenv(name, value)
     assert doctor.main([]) == 1
     assert "rank 1 of 2 cannot compute on this machine's mps device: neither gloo nor nccl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("listed", "problem"), [("2,0", ""), ("2,0,-1,1", ""), ("2,0,7", "2 visible; CUDA ends the list")]
+)
+def test_doctor_shows_which_gpu_is_which_device_and_a_list_that_ends_early(capsys, monkeypatch, listed, problem):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    facts = {"name": "A100", "total_memory": 2**36, "major": 8, "minor": 0}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**facts, uuid=f"{index}{index}-ab")
+    )
+    monkeypatch.setattr(machine, "_computes", lambda device, problems: "computes")
+    assert doctor.main([]) == bool(problem)
+    printed = capsys.readouterr().out
+    assert f"CUDA_VISIBLE_DEVICES={listed!r}" in printed
+    assert "cuda:1: A100 (UUID 11-ab, as nvidia-smi -L lists it), 64.0 GiB, compute capability 8.0, computes" in printed
+    assert problem in printed

@@ -317,7 +317,7 @@ def rank_device(environment: LaunchEnvironment, *, use_cpu: bool = False) -> tor
         raise ValueError(
             f"LOCAL_RANK={local_rank} has no CUDA device: {visible} visible here ({_choice()}), and each process "
             f"needs its own; start at most {visible} on this machine, make more devices visible, or set "
-            "use_cpu=True (trainer doctor shows which GPU is which device)"
+            "use_cpu=True (trainer doctor shows the visible ones)"
         )
     if environment.launcher == "none" and environment.world_size == 1 < visible:
         _log_idle_devices(visible)

@@ -1,71 +1,19 @@
-"""Describe what this machine offers for training, and whether the launch environment is sound.
-
-The description includes which GPU is which CUDA device, and why.
-"""
+"""Describe what this machine offers for training, and whether the launch environment is sound."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
 from tr_dist.environment import LaunchEnvironment, lone_device, rank_device, read_environment
-from tr_dist.gpus import Numbering, PhysicalGPU, SmiError, number_gpus, read_physical_gpus
 from tr_dist.rendezvous import meeting_place
-
-
-def describe_gpus(environ: Mapping[str, str], problems: list[str], *, timeout_s: float = 20.0) -> Iterator[str]:
-    """Describe which CUDA device each GPU of nvidia-smi is, hidden ones too.
-
-    If torch sees the devices, its numbers are used, otherwise the meaning of the variables.
-
-    Args:
-        environ: the variables.
-        problems: a list that problems are appended to.
-        timeout_s: seconds that nvidia-smi gets.
-    """
-    with_mig = environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
-    try:
-        gpus = read_physical_gpus(timeout_s=timeout_s, with_mig=with_mig)
-    except SmiError as error:
-        problems.append(f"{error}; repair the driver, or hide the GPU with CUDA_VISIBLE_DEVICES")
-        gpus = []
-    if not gpus:
-        for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
-            if name in environ:
-                yield f"{name}={environ[name]!r}"
-        yield "nvidia-smi lists no GPU"
-        return
-    numbering = number_gpus(gpus, environ)
-    problems.extend(numbering.problems)
-    yield from numbering.why
-    seen = _seen_by_torch()
-    for gpu in gpus:
-        device = _device_of(gpu, numbering, seen)
-        yield f"GPU {gpu.index} of nvidia-smi: {gpu.name}, {gpu.bus_id}, {gpu.uuid}: {device}"
-
-
-def _device_of(gpu: PhysicalGPU, numbering: Numbering, seen: dict[str, int]) -> str:
-    if seen:
-        number = seen.get(gpu.uuid.removeprefix("GPU-"))
-        return "hidden" if number is None else f"cuda:{number}"
-    if gpu in numbering.devices:
-        return f"cuda:{numbering.devices.index(gpu)}"
-    return "unknown" if None in numbering.devices else "hidden"
-
-
-def _seen_by_torch() -> dict[str, int]:
-    """Return the number of each CUDA device by its UUID without `GPU-`; empty if torch sees none, or a MIG device."""
-    if not torch.cuda.is_available():
-        return {}
-    facts = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return {str(device.uuid).removeprefix("GPU-"): index for index, device in enumerate(facts)}
-
 
 _GIB = 2**30
 _OPTIONAL = ("accelerate", "deepspeed", "torch_xla", "transformers")
@@ -92,15 +40,25 @@ def _machine() -> Iterator[str]:
 
 
 def _devices(problems: list[str]) -> Iterator[str]:
-    yield from describe_gpus(os.environ, problems)
-    built = f"torch is built with CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
-    if not torch.cuda.is_available():
+    for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"):
+        yield f"{name}={os.environ[name]!r}" if name in os.environ else f"{name} is not set"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    listed = re.split(",? *(?:-1|NoDevFiles)", os.environ.get("CUDA_VISIBLE_DEVICES", ""))[0]
+    if 0 < count < len(listed.split(",")):
+        problems.append(
+            f"CUDA_VISIBLE_DEVICES={listed!r}: {count} visible; CUDA ends the list at the first wrong entry"
+        )
+    if not count:
+        built = (
+            f"torch is built with CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        )
         yield f"cuda: none usable ({built})"
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(count):
         facts = torch.cuda.get_device_properties(index)
         yield (
-            f"cuda:{index}: {facts.name}, {facts.total_memory / _GIB:.1f} GiB, compute capability "
-            f"{facts.major}.{facts.minor}, {_computes(torch.device('cuda', index), problems)}"
+            f"cuda:{index}: {facts.name} (UUID {facts.uuid}, as nvidia-smi -L lists it), "
+            f"{facts.total_memory / _GIB:.1f} GiB, compute capability {facts.major}.{facts.minor}, "
+            f"{_computes(torch.device('cuda', index), problems)}"
         )
     if torch.backends.mps.is_available():
         yield f"mps: {_computes(torch.device('mps'), problems)}"
@@ -131,7 +89,7 @@ def _communication() -> Iterator[str]:
 
 
 def _packages() -> Iterator[str]:
-    yield f"torch {torch.__version__}"
+    yield f"torch {torch.__version__} (python -m torch.utils.collect_env lists its libraries, drivers and hidden GPUs)"
     for name in _OPTIONAL:
         try:
             yield f"{name} {version(name)}"
