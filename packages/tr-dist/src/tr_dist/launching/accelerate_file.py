@@ -18,16 +18,6 @@ from tr_log.bounded_text import MOST_BYTES, MOST_YAML_BYTES, BoundedYaml, Conten
 
 _LONGEST_WORDS = 300  # of a library's message
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "XLA")
-# Kinds whose processes start as those of MULTI_GPU, and the variable that selects devices for each.
-_OTHER_DEVICES = {
-    "MULTI_XPU": "ZE_AFFINITY_MASK",
-    "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
-    "MULTI_HPU": "HABANA_VISIBLE_MODULES",
-    "MULTI_MLU": "MLU_VISIBLE_DEVICES",
-    "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
-    "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
-    "MULTI_NEURON": "NEURON_RT_VISIBLE_CORES",
-}
 PRECISIONS = ("no", "fp16", "bf16")
 # No effect on the processes that this launcher starts. key -> the reason, shown when it is set
 _WITHOUT_EFFECT = {
@@ -48,8 +38,9 @@ _REFUSED = {
     "megatron_lm_config": "Megatron-LM has a training loop of its own; use FSDP or DEEPSPEED",
     "fp8_config": "there is no training in 8 bits; use mixed_precision: bf16",
     "mpirun_config": "processes are started here, not by mpirun; use distributed_type: MULTI_CPU without it",
+    "fp16": "is a key of former versions; write mixed_precision: fp16",
+    "dynamo_backend": "is a key of former versions; write it into dynamo_config",
 }
-_FORMER = ("fp16", "dynamo_backend")  # keys of earlier versions, which Accelerate still translates
 _ACTING = {
     *("compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "debug"),
     *("main_process_ip", "main_process_port", "mixed_precision", "use_cpu", "gpu_ids", "rdzv_backend"),
@@ -135,15 +126,11 @@ def interpret(content: Mapping[str, Any], name: str) -> FileSettings:
     """
     problems: list[str] = []
     settings = FileSettings()
-    try:
-        content = _translated(content, settings)
-    except LaunchError as error:
-        problems.append(str(error))
     known = {*_ACTING, *_WITHOUT_EFFECT, *_REFUSED}
     problems += [
         f"{key}: is not a key of Accelerate's files that is known here{_hint(key, known)}"
         for key in content
-        if key not in (*known, *_FORMER)
+        if key not in known
     ]
     problems += [f"{key}: {reason}" for key, reason in _REFUSED.items() if content.get(key)]
     settings.notes += [
@@ -162,23 +149,6 @@ def interpret(content: Mapping[str, Any], name: str) -> FileSettings:
 def _hint(key: Any, known: set[str]) -> str:
     close = get_close_matches(str(key), sorted(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _translated(content: Mapping[str, Any], settings: FileSettings) -> dict[str, Any]:
-    """Return the content with its former keys as those of today, in the way of Accelerate."""
-    today = {key: value for key, value in content.items() if key not in _FORMER}
-    if "fp16" in content:
-        halves = _truth(content, "fp16")
-        if "mixed_precision" not in content:
-            today["mixed_precision"] = "fp16" if halves else None
-        elif halves and str(content["mixed_precision"]).lower() != "fp16":
-            settings.notes.append("fp16 is a former key, and mixed_precision decides beside it; it has no effect")
-    if "dynamo_backend" in content:
-        backend = content["dynamo_backend"]
-        # YAML reads an unquoted NO as false.
-        compiles = backend not in (None, False) and str(backend).upper() != "NO"
-        today["dynamo_config"] = {"dynamo_backend": backend} if compiles else {}
-    return today
 
 
 _Reader = Callable[[Mapping[str, Any], FileSettings], None]
@@ -216,9 +186,11 @@ def _type_of(content: Mapping[str, Any]) -> str:
     kind = "NO" if given in (False, None) else str(given).upper()
     kind = "XLA" if kind in ("TPU", "XLA_TPU", "XLA_GPU") else kind
     kind = "NO" if kind == "MPS" else kind  # one process, which selects the Mac's GPU
-    if kind not in (*TYPES, *_OTHER_DEVICES):
-        known = ", ".join((*TYPES, *_OTHER_DEVICES))
-        raise LaunchError(f"distributed_type: {given} cannot be started here; it is one of {known}")
+    if kind not in TYPES:
+        raise LaunchError(
+            f"distributed_type: {given} cannot be started here, where it is one of {', '.join(TYPES)}; accelerate "
+            "launch starts processes on other devices, for which there is strategy='accelerate'"
+        )
     return kind
 
 
@@ -232,8 +204,6 @@ def _processes(content: Mapping[str, Any], settings: FileSettings) -> None:
             f"divide it; give a multiple of {machines}"
         )
     settings.nproc = total // machines if total > 0 else None
-    if kind in _OTHER_DEVICES and total < 1:
-        raise LaunchError(f"num_processes: distributed_type: {kind} needs it; only CUDA devices are counted here")
     if kind in ("NO", "XLA") and total > 1:
         instead = "MULTI_GPU or MULTI_CPU" if kind == "NO" else "1, and torch_xla.launch in the script"
         raise LaunchError(f"num_processes: {total} with distributed_type: {kind}, which is one process; use {instead}")
@@ -269,19 +239,8 @@ def _precision(content: Mapping[str, Any], settings: FileSettings) -> None:
 
 def _devices(content: Mapping[str, Any], settings: FileSettings) -> None:
     given = content.get("gpu_ids")
-    kind = _type_of(content)
-    if kind in _OTHER_DEVICES:
-        settings.notes.append(
-            f"distributed_type: {kind} is for scripts with an Accelerator of their own and for strategy='accelerate'; "
-            "other strategies compute on CUDA devices or the CPU"
-        )
-    if given is None or str(given) == "all":
-        return
-    devices = ",".join(map(str, given)) if isinstance(given, list) else str(given)
-    if kind in _OTHER_DEVICES:
-        settings.variables[_OTHER_DEVICES[kind]] = devices
-    else:
-        settings.devices = devices
+    if given is not None and str(given) != "all":
+        settings.devices = ",".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _rest(content: Mapping[str, Any], settings: FileSettings) -> None:
