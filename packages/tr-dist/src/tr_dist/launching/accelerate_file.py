@@ -188,8 +188,8 @@ def _type_of(content: Mapping[str, Any]) -> str:
     kind = "NO" if kind == "MPS" else kind  # one process, which selects the Mac's GPU
     if kind not in TYPES:
         raise LaunchError(
-            f"distributed_type: {given} cannot be started here, where it is one of {', '.join(TYPES)}; accelerate "
-            "launch starts processes on other devices, for which there is strategy='accelerate'"
+            f"distributed_type: {given} cannot be started here; it is one of {', '.join(TYPES)} (accelerate launch "
+            "starts processes on other devices, for which there is strategy='accelerate')"
         )
     return kind
 
