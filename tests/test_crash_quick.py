@@ -25,7 +25,7 @@ def faults_without_mismatch(names):
     """Do a part of some campaigns; return how many faults each had, none of which was seen in the end."""
     done = crash_session(*(argument for name in names for argument in ("--only", name)))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = dict(re.findall(r"^([\w -]+?)  .*  ([\d,]+) +0 +[\d.]+$", done.stdout, re.M))
+    rows = dict(re.findall(r"^([\w -]+?) +([\d,]+) +0 +[\d.]+  \w", done.stdout, re.M))
     rows = {name: int(faults.replace(",", "")) for name, faults in rows.items()}
     assert set(rows) == set(names)
     assert all(rows.values())
@@ -38,7 +38,7 @@ def broken_session(change, name):
     """Do a part of a campaign after a change for the worse."""
     program = (
         "import runpy, sys\n"
-        f"sys.path.insert(0, {str(RUN.parent)!r})\n"
+        f"sys.path[:0] = {[str(RUN.parent), *map(str, RUN.parents[1:3])]!r}\n"
         f"{change}\n"
         f"sys.argv = ['run.py', '--quick', '--only', {name!r}]\n"
         f"runpy.run_path({str(RUN)!r}, run_name='__main__')\n"
@@ -60,7 +60,7 @@ def test_a_run_with_any_optimizer_that_is_killed_ends_as_one_that_was_left_alone
 def test_code_that_is_broken_on_purpose_is_noticed():
     done = crash_session("--only", "mutations")
     assert done.returncode == 0, done.stdout + done.stderr
-    noticed = re.findall(r"^mutations: 1 (.*): noticed by (.*)$", done.stdout, re.M)
+    noticed = re.findall(r"^    1 (.*): noticed by (.*)$", done.stdout, re.M)
     assert len(noticed) >= 3
     assert f"faults {len(noticed)}, mismatches 0" in done.stdout
 
@@ -70,14 +70,14 @@ def test_the_session_fails_when_a_folder_is_not_synced():
     """As its user sees it: it says what went wrong, counts it, and exits with 1."""
     done = broken_session("from tr_ckpt import files; files.fsync_parents = lambda path: None", "power")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "  MISMATCH power cut in a run" in done.stdout
+    assert "  WRONG END power cut in a run" in done.stdout
     assert re.search(r"^faults [\d]+, mismatches [1-9]\d*$", done.stdout, re.M)
 
 
 FORGET = """
-import crash_optimizers, crash_session
+import crash_optimizers, runner
 from tr_optim import GaLoreAdamW
-crash_session.Session.chosen = lambda self, faults, stride: faults[7::15]
+runner.chosen = lambda cases, group, options: cases[7::15]
 crash_optimizers.SETTINGS = [s for s in crash_optimizers.SETTINGS if str(s) == "galore_adamw_layerwise"]
 load = GaLoreAdamW.load_state_dict
 def forget(self, state):
@@ -101,4 +101,4 @@ GaLoreAdamW.load_state_dict = forget
 def test_the_session_fails_when_a_part_of_an_optimizers_state_is_not_what_it_was(campaign, what):
     done = broken_session(FORGET.replace("{what}", what), campaign)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "  MISMATCH galore_adamw_layerwise, " in done.stdout
+    assert "  WRONG END galore_adamw_layerwise, " in done.stdout

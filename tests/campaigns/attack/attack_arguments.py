@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 
 import fuzz_batches
-from attack_counts import Count, Options
 from fuzz_arguments import parsers
+from runner import Case, Options
 
 FUZZED = 100_000  # files a parser
 QUICK = 500
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Yield a count for each parser."""
-    logging.disable(logging.CRITICAL)
+def cases(options: Options) -> Iterator[Case]:
+    """Yield files for each parser."""
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # a launcher's, which arguments would be checked against
         os.environ.pop(variable, None)
-    with fuzz_batches.fast_folder(options.folder) as folder:
+    with fuzz_batches.silence():
         for parser in parsers():
-            work = folder / "fuzz"
-            work.mkdir(exist_ok=True)
-            yield fuzz_batches.fuzz(parser, QUICK if options.quick else FUZZED, options.seed, options.jobs, work)
+            yield from fuzz_batches.cases(parser, QUICK if options.quick else FUZZED, options.seed, options.folder)

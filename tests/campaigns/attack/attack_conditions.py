@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import failing_disk
-from attack_counts import HUNG, Count, Options
+from conditions_clock import clocks, numbers_used_again
+from conditions_disk import full_for_a_while, quotas, slow_disks, small_disks
+from conditions_places import changed_meanwhile, crowded, places
+from conditions_shards import many_shards
+from runner import Case, Options
 
-LIMIT_S = 1200.0
+WITH_THE_LIBRARY = (quotas, full_for_a_while, slow_disks, clocks)
+WITHOUT = (small_disks, numbers_used_again, places, changed_meanwhile, crowded)
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Yield what came of the runs, by condition."""
-    library = failing_disk.compiled(options.folder)
-    if library is None:
-        print("  no C compiler, or no Linux: no quotas, slow disks and clocks here", flush=True)
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else options.folder) as place:
-        script = str(Path(__file__).with_name("conditions_worker.py"))
-        command = [sys.executable, script, place, "quick" if options.quick else "whole"]
-        environment, said = failing_disk.variables(library), options.folder / "stderr.txt"
-        with (
-            said.open("w") as errors,
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-        ):
-            limit = threading.Timer(LIMIT_S, process.kill)
-            limit.start()
-            assert process.stdout is not None
-            for line in process.stdout:
-                if not line.startswith("{"):
-                    print(line, end="", flush=True)
-                    continue
-                found = json.loads(line)
-                problems = [(kind, text) for kind, text in found["problems"]]
-                yield Count(found["group"], found["tried"], Counter(found["ends"]), problems)
-            limit.cancel()
-        if process.returncode:
-            count = Count("conditions: all of them")
-            count.wrong(HUNG, f"their process ended with {process.returncode}: {said.read_text()[-1000:]}")
-            yield count
+def cases(options: Options) -> Iterator[Case]:
+    """Yield the conditions, each with all its runs."""
+    for condition in (*(WITH_THE_LIBRARY if failing_disk.is_here() else ()), *WITHOUT):
+        name = condition.__name__.replace("_", " ")
+        yield Case(name, partial(condition, quick=options.quick), f"conditions: {name}")
+    yield Case("many shards", many_shards, "conditions: many shards")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
-import traceback
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import fuzz_batches
 import hostile_corpus
 import hypothesis_states
 import torch
-from attack_counts import EXECUTED, HUNG, OUTSIDE, WRONG_END, Count, Options
+from children import in_child
 from fuzz_parsers import parsers
+from runner import EXECUTED, HUNG, OUTSIDE, WRONG_END, Case, Options, Tally
 
 from tr_ckpt import CheckpointError
 
@@ -24,57 +23,54 @@ QUICK = 1_000
 LIMIT_S = 60  # of one hostile checkpoint at one door
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Yield a count for the doors of our checkpoints and of others', for each parser, and for names and states."""
+Doors = Callable[[Path], dict[str, Callable[[], object]]]
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """Yield the doors of our checkpoints and of others', files for each parser, and names and states."""
     torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    with fuzz_batches.fast_folder(options.folder) as folder:
-        made = hostile_corpus.make_own(folder / "own" / "run"), hostile_corpus.make_theirs(folder / "theirs" / "run")
-        (folder / "said").write_text("")
-        own = list(hostile_corpus.own(folder))
-        theirs = list(hostile_corpus.theirs())
+    made = options.folder / "made"
+    with fuzz_batches.silence():
+        own, theirs = hostile_corpus.make_own(made / "own" / "run"), hostile_corpus.make_theirs(made / "theirs" / "run")
         every = 8 if options.quick else 1
-        yield _corpus("hostile checkpoints", made[0], own[::every], hostile_corpus.doors_of_own, folder)
-        yield _corpus("hostile foreign ones", made[1], theirs[::every], hostile_corpus.doors_of_theirs, folder)
-        (folder / "parsers").mkdir()
-        for parser in parsers(folder / "parsers"):
-            work = folder / "fuzz"
-            work.mkdir(exist_ok=True)
-            yield fuzz_batches.fuzz(parser, QUICK if options.quick else FUZZED, options.seed, options.jobs, work)
+        hostile = list(hostile_corpus.own(made))[::every], list(hostile_corpus.theirs())[::every]
+        yield from _corpus("hostile checkpoints", own, hostile[0], hostile_corpus.doors_of_own)
+        yield from _corpus("hostile foreign ones", theirs, hostile[1], hostile_corpus.doors_of_theirs)
+        (made / "parsers").mkdir()
+        for parser in parsers(made / "parsers"):
+            yield from fuzz_batches.cases(parser, QUICK if options.quick else FUZZED, options.seed, made)
     number = 200 if options.quick else DRAWN
-    yield hypothesis_states.names(number, options.seed)
-    yield hypothesis_states.states(number // 4, options.seed)
+    yield Case("names", lambda folder: hypothesis_states.names(number, options.seed), "names")
+    yield Case("states", lambda folder: hypothesis_states.states(number // 4, options.seed), "states")
 
 
-def _corpus(
-    group: str,
-    source: Path,
-    hostile: list[tuple[str, Callable[[Path], None]]],
-    doors: Callable[[Path], dict[str, Callable[[], object]]],
-    folder: Path,
-) -> Count:
-    count = Count(group)
-    for door in doors(hostile_corpus.copied(source, folder / "corpus" / "whole" / "run")).values():
+def _corpus(row: str, source: Path, hostile: list[tuple[str, Callable[[Path], None]]], doors: Doors) -> Iterator[Case]:
+    whole = source.parent.parent / "whole"
+    for door in doors(hostile_corpus.copied(source, whole / "run")).values():
         door()  # or what is refused below would show nothing; and all is imported once
-    hostile_corpus.shutil.rmtree(folder / "corpus")
-    for number, (kind, spoil) in enumerate(hostile):
+    shutil.rmtree(whole)
+    for kind, spoil in hostile:
         for door in doors(source):
-            place = hostile_corpus.copied(source, folder / "corpus" / f"{number}-{door}" / "run")
-            spoil(place)
-            before = _outside(folder, place)
-            count.tried += 1
-            ending, problem = _apart(doors(place)[door], folder / "said")
-            if problem is not None:
-                count.wrong(problem, f"{kind} at {door}: {ending}")
-            elif _outside(folder, place) != before:
-                count.wrong(OUTSIDE, f"{kind} at {door}: something was made beside what was given")
-            elif ending == "read" and door in hostile_corpus.STRICT and kind not in hostile_corpus.HARMLESS:
-                count.wrong(WRONG_END, f"{kind} at {door}: it was not refused")
-            elif any(folder.rglob("executed")):
-                count.wrong(EXECUTED, f"{kind} at {door}")
-            count.ends[ending if problem is None else "problem"] += 1
-            hostile_corpus.shutil.rmtree(folder / "corpus")
-    return count
+            yield Case(f"{kind} at {door}", partial(_go_through, source, kind, spoil, doors, door), row)
+
+
+def _go_through(
+    source: Path, kind: str, spoil: Callable[[Path], None], doors: Doors, door: str, folder: Path
+) -> Tally:  # fmt: skip
+    place = hostile_corpus.copied(source, folder / "corpus" / "this" / "run")
+    spoil(place)
+    before, tally = _outside(folder, place), Tally(1)
+    ending, problem = _apart(doors(place)[door])
+    if problem is not None:
+        tally.wrong(problem, ending)
+    elif _outside(folder, place) != before:
+        tally.wrong(OUTSIDE, "something was made beside what was given")
+    elif ending == "read" and door in hostile_corpus.STRICT and kind not in hostile_corpus.HARMLESS:
+        tally.wrong(WRONG_END, "it was not refused")
+    elif any(folder.rglob("executed")):
+        tally.wrong(EXECUTED, "it was run")
+    tally.ends[ending if problem is None else "problem"] += 1
+    return tally
 
 
 def _outside(folder: Path, place: Path) -> set[str]:
@@ -82,29 +78,19 @@ def _outside(folder: Path, place: Path) -> set[str]:
     return {str(path) for path in folder.iterdir()} | {str(path) for path in allowed.parent.iterdir()}
 
 
-def _apart(door: Callable[[], object], said: Path) -> tuple[str, str | None]:
+def _apart(door: Callable[[], object]) -> tuple[str, str | None]:
     """Go through a door in a process of its own; returns how that ended, and the kind of problem that it is."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(LIMIT_S)
-            fuzz_batches.limit_memory()
-            said.write_text(_through(door), "utf-8", "backslashreplace")
-            code = 0
-        except BaseException:
-            said.write_text(traceback.format_exc()[-400:], "utf-8", "backslashreplace")
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code == -signal.SIGALRM:
-        return f"more than {LIMIT_S} s", HUNG
-    text = said.read_text("utf-8") if code in (0, 1) else f"the process ended by {code}"
-    kind, _, ending = text.partition(" ")
-    if code == 0 and kind in (EXECUTED, OUTSIDE, HUNG):
-        return ending, kind
-    return (text, None) if code == 0 else (text.replace("\n", " | "), WRONG_END)
+
+    def work() -> str:
+        fuzz_batches.limit_memory()
+        with fuzz_batches.silence():
+            return _through(door)
+
+    end = in_child(work, LIMIT_S)
+    if end.answer is None:
+        return f"{end}"[-400:].replace("\n", " | "), HUNG if end.hung else WRONG_END
+    kind, _, ending = end.answer.partition(" ")
+    return (ending, kind) if kind in (EXECUTED, OUTSIDE, HUNG) else (end.answer, None)
 
 
 def _through(door: Callable[[], object]) -> str:

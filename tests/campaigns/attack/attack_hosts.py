@@ -7,12 +7,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from attack_counts import HUNG, LOST, WRONG_END, Count, Options
 from hosts_worker import NO_NAMESPACES, Numbers
+from runner import HUNG, LOST, WRONG_END, Case, Options, Tally
 
 from tr_ckpt import Checkpointer
 
@@ -54,34 +54,33 @@ class Host:
             limit.cancel()
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Yield what came of each course."""
+def cases(options: Options) -> Iterator[Case]:
+    """Yield the courses."""
     with Host("anywhere", options.folder / "none") as host:
         if host.first != "ready" and host.process.wait(60) == NO_NAMESPACES:
             print("  no namespaces of names here: no other hosts", flush=True)
             return
-    courses = COURSES if not options.quick else {name: COURSES[name] for name in ("alive",)}
-    with ThreadPoolExecutor(len(courses)) as pool:  # they wait most of the time
-        yield from pool.map(lambda item: _run(*item, options.folder), courses.items())
+    for name in ("alive",) if options.quick else COURSES:
+        yield Case(name, partial(_run, COURSES[name]), f"hosts: {name}")
 
 
-def _run(name: str, course: Callable[[Host, Host], list[tuple[str, str]]], root: Path) -> Count:
-    count, folder = Count(f"hosts: {name}", tried=1), root / name.replace(" ", "-")
+def _run(course: Callable[[Host, Host], list[tuple[str, str]]], folder: Path) -> Tally:
+    tally, folder = Tally(1), folder / "run"
     with ExitStack() as stack:
         first, second = (stack.enter_context(Host(host, folder)) for host in ("first", "second"))
         answers = course(first, second)
     for given, right in answers:
         if not given:
-            count.wrong(HUNG, f"{name}: no answer; right is {right!r}, of {answers}")
+            tally.wrong(HUNG, f"no answer; right is {right!r}, of {answers}")
         elif not given.startswith(right):
-            count.wrong(WRONG_END, f"{name}: {given!r}; right is {right!r}")
+            tally.wrong(WRONG_END, f"{given!r}; right is {right!r}")
     saved = [int(text.removeprefix("saved ")) for text, _ in answers if text.startswith("saved ")]
     numbers, left = Numbers(), Checkpointer(folder).steps()
     if Checkpointer(folder).restore({"numbers": numbers}) != saved[-1] or not set(left) <= set(saved):
-        count.wrong(LOST, f"{name}: {left} are left, {saved} were saved, and step {numbers.step} is restored")
-    if not count.problems:
-        count.ends["one owner at a time"] += 1
-    return count
+        tally.wrong(LOST, f"{left} are left, {saved} were saved, and step {numbers.step} is restored")
+    if not tally.problems:
+        tally.ends["one owner at a time"] += 1
+    return tally
 
 
 def _alive(first: Host, second: Host) -> list[tuple[str, str]]:

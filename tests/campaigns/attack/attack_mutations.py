@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from attack_counts import HUNG, WRONG_END, Count, Options
+from runner import HUNG, WRONG_END, Case, Options, Tally
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 300  # of the tests of one mutation
@@ -59,41 +60,31 @@ def mutations() -> list[Mutation]:
     return [Mutation(**{**each, "tests": tuple(each["tests"])}) for each in listed]
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Yield how many of the mutations some test noticed, and that the same tests pass without any."""
-    chosen = mutations()[:: QUICK if options.quick else 1]
-    count = Count("checks taken out")
-    with ThreadPoolExecutor(options.jobs) as pool:
-        controls = pool.map(lambda tests: _control(*tests), sorted({(m.tests, m.chosen) for m in chosen}))
-        for tests, problem in list(controls):
-            if problem:
-                count.wrong(WRONG_END, f"{' '.join(tests)} without any mutation: {problem}")
-        numbered = list(enumerate(chosen))
-        for mutation, (kind, problem) in pool.map(lambda each: _try(each[1], options.folder / str(each[0])), numbered):
-            count.tried += 1
-            if kind:
-                count.wrong(kind, f"{mutation.check}: {mutation.what}: {problem}")
-            else:
-                count.ends[mutation.check] += 1
-    yield count
+def cases(options: Options) -> Iterator[Case]:
+    """Yield the mutations, which some test must notice, and their tests without any, which must pass."""
+    planted = mutations()[:: QUICK if options.quick else 1]
+    for tests, expression in sorted({(each.tests, each.chosen) for each in planted}):
+        yield Case(f"{' '.join(tests)} without any mutation", partial(_control, tests, expression), "checks taken out")
+    for each in planted:
+        yield Case(f"{each.check}: {each.what}", partial(_try, each), "checks taken out")
 
 
-def _control(tests: tuple[str, ...], chosen: str) -> tuple[tuple[str, ...], str]:
-    code, said = _pytest(ROOT, tests, chosen)
-    return tests, "" if code == 0 else f"exit code {code}: {said}"
+def _control(tests: tuple[str, ...], expression: str, folder: Path) -> Tally:
+    code, said = _pytest(ROOT, tests, expression)
+    return Tally.of("" if code == 0 else f"exit code {code}: {said}", 0)
 
 
-def _try(mutation: Mutation, source: Path) -> tuple[Mutation, tuple[str, str]]:
+def _try(mutation: Mutation, source: Path) -> Tally:
     for folder in sorted((ROOT / "packages").iterdir()):
         left_out = shutil.ignore_patterns("__pycache__")
         shutil.copytree(folder / "src", source / "packages" / folder.name / "src", ignore=left_out)
     if problem := mutation.plant(source):
-        return mutation, (WRONG_END, problem)
+        return Tally.of(problem)
     code, said = _pytest(source, mutation.tests, mutation.chosen)
-    shutil.rmtree(source)
-    if code == _TOO_LONG:
-        return mutation, (HUNG, said)
-    return mutation, ("", "") if code == _FAILED else (WRONG_END, f"no test failed (exit code {code}): {said}")
+    if code != _FAILED:
+        how = HUNG if code == _TOO_LONG else WRONG_END
+        return Tally.of(f"no test failed (exit code {code}): {said}", kind=how)
+    return Tally(1, Counter({mutation.check: 1}))
 
 
 def _pytest(source: Path, tests: tuple[str, ...], chosen: str) -> tuple[int, str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attack_counts import HUNG, LOST, OUTSIDE, WRONG_END, Count, Options
+from fuzz_batches import silence
+from runner import HUNG, LOST, OUTSIDE, WRONG_END, Case, Options, Tally
 
 from tr_ckpt import HubCallback
 
@@ -93,35 +94,35 @@ class Tree:
             self.expected.add(place.relative_to(self.folder).as_posix())
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Yield what came of pushing drawn folders."""
-    logging.disable(logging.CRITICAL)
-    count = Count("pushed folders")
-    signal.signal(signal.SIGALRM, _too_long)
+def cases(options: Options) -> Iterator[Case]:
+    """Yield drawn folders to be pushed."""
     for number in range(40 if options.quick else 1_000):
         seed = options.seed * 1_000_003 + number
-        _push(count, Tree(options.folder / str(number), seed), f"seed {seed}")
-    yield count
+        yield Case(f"seed {seed}", partial(_push, seed), "pushed folders")
 
 
-def _push(count: Count, tree: Tree, label: str) -> None:
-    count.tried += 1
-    repository: Any = Noted()
+def _push(seed: int, folder: Path) -> Tally:
+    tally, tree, repository = Tally(1), Tree(folder, seed), Noted()
+    client: Any = repository
+    signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LIMIT_S)
     try:
-        HubCallback(repository, output_dir=tree.folder.parent / "run").push_to_hub(tree.folder)
+        with silence():
+            HubCallback(client, output_dir=folder / "run").push_to_hub(tree.folder)
     except Exception as error:
-        count.wrong(HUNG if isinstance(error, TimeoutError) else WRONG_END, f"{label}: {type(error).__name__}: {error}")
-        return
+        tally.wrong(HUNG if isinstance(error, TimeoutError) else WRONG_END, f"{type(error).__name__}: {error}")
+        return tally
     finally:
         signal.alarm(0)
     if shown := [name for name, content in repository.files.items() if content != PUBLIC]:
-        count.wrong(OUTSIDE, f"{label}: {shown} went out")
+        tally.wrong(OUTSIDE, f"{shown} went out")
     if more := sorted(set(repository.files) - tree.expected):
-        count.wrong(OUTSIDE, f"{label}: {more} went out, and nobody asked for them")
+        tally.wrong(OUTSIDE, f"{more} went out, and nobody asked for them")
     if missing := sorted(tree.expected - set(repository.files)):
-        count.wrong(LOST, f"{label}: {missing} stayed at home")
-    count.ends["what is public went out"] += not (shown or more or missing)
+        tally.wrong(LOST, f"{missing} stayed at home")
+    if not tally.problems:
+        tally.ends["what is public went out"] += 1
+    return tally
 
 
 def _too_long(number: int, frame: object) -> None:

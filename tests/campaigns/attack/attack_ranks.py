@@ -8,10 +8,13 @@ not look like a job that is done.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
+from pathlib import Path
 
-from attack_counts import WRONG_END, Count, Options
-from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop, counted, in_mixed_order
+import runner
+from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop, cases_of, in_mixed_order
+from runner import WRONG_END, Options
 from strikes import WORDS, Strike
 
 # Each with how often it is reached before.
@@ -58,13 +61,12 @@ LAUNCHED = (
 )  # fmt: skip
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Make the attacks, a group after the other."""
-    with Workshop(options.folder, options.jobs + 1) as shop:
-        for group, cases in groups(options.seed).items():
-            if options.quick and group == "launched":
-                continue
-            yield counted(shop, group, cases[:3] if options.quick else cases, lambda case: _attack(shop, case))
+def cases(options: Options) -> Iterator[runner.Case]:
+    """Yield the attacks, a group after the other."""
+    shop = Workshop(options.folder / "workshop of ranks")
+    for group, attacks in groups(options.seed).items():
+        if not (options.quick and group == "launched"):
+            yield from cases_of(group, attacks[:3] if options.quick else attacks, partial(_attack, shop))
 
 
 def groups(seed: int) -> dict[str, list[Case]]:
@@ -122,14 +124,14 @@ def _launched() -> list[Case]:
     ]
 
 
-def _attack(shop: Workshop, case: Case) -> Outcome:
-    out, outcome = shop.strike(case)
+def _attack(shop: Workshop, case: Case, folder: Path) -> Outcome:
+    out, outcome = shop.strike(case, folder)
     if outcome.problems:
         outcome.word = "not judged further"
         return outcome
     judge = _judge_launched if case.group == "launched" else _judge_slow if case.group == "slow" else _judge
     said = outcome.said[-SHOWN_CHARACTERS:]
-    outcome.problems += [(WRONG_END, f"{case}: {wrong}: {said}") for wrong in judge(case, outcome)]
+    outcome.problems += [(WRONG_END, f"{wrong}: {said}") for wrong in judge(case, outcome)]
     shop.resume(out, outcome)
     outcome.word = outcome.word or ("done" if not any(outcome.codes) else "ended in words")
     return outcome

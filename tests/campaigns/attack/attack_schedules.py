@@ -8,23 +8,16 @@ why not. Errors of reading that pass must show nowhere.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import random
 import re
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "crash"))
-
-import torch
-from attack_counts import HUNG, KINDS, LOST, WRONG_END, Count, Options
-from crash_process import Outcome, in_child
-from crash_session import Fault, Session, Tally
+from children import End, in_child
 from crash_training import train
+from runner import HUNG, LOST, WRONG_END, Case, Options, Tally
 from schedule_ranks import REFERENCE, in_two_ranks
 from schedule_storms import PASSING, Storm, draw
 
@@ -40,28 +33,14 @@ _WORDS = re.compile(
 )
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Yield what came of the schedules, on one process and on two ranks."""
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # so that every fork of this process has all that it needs
-        alone = train(options.folder / "alone")
+def cases(options: Options) -> Iterator[Case]:
+    """Yield schedules of one process and of two ranks."""
+    alone = train(options.folder / "alone")
     works = {"schedules, one process": partial(_one_process, alone), "schedules, two ranks": _two_ranks}
-    for group, number in SCHEDULES.items():
-        schedules = [
-            Fault(f"seed {options.seed}, {group[11:]}, schedule {each}", partial(works[group], (options.seed, each)))
-            for each in range(number // QUICK if options.quick else number)
-        ]
-        folder = options.folder / group[11:].replace(" ", "-")
-        folder.mkdir()
-        yield _counted(group, len(schedules), Session(folder, options.jobs, options.quick).do("runs", schedules))
-
-
-def _counted(group: str, tried: int, tally: Tally) -> Count:
-    count = Count(group, tried, tally.seen)
-    for problem in tally.problems:
-        kind = next((kind for kind in KINDS if f": {kind}: " in problem), WRONG_END)
-        count.wrong(kind, problem)
-    return count
+    for row, number in SCHEDULES.items():
+        for each in range(number // QUICK if options.quick else number):
+            label = f"seed {options.seed}, {row[11:]}, schedule {each}"
+            yield Case(label, partial(works[row], (options.seed, each)), row)
 
 
 def newest_verified(run: Path) -> tuple[int, int]:
@@ -78,7 +57,7 @@ def _one_process(alone: str, drawn: tuple[int, int], folder: Path) -> Tally:
     }
     run = folder / "run"
 
-    def process(storm: Storm, resume: bool | str) -> Outcome:
+    def process(storm: Storm, resume: bool | str) -> End:
         def work() -> str:
             with storm.raging():
                 return train(run, resume=resume, **settings)
@@ -97,7 +76,7 @@ def _two_ranks(drawn: tuple[int, int], folder: Path) -> Tally:
     }
     run = folder / "run"
 
-    def process(storm: Storm, resume: bool | str) -> Outcome:
+    def process(storm: Storm, resume: bool | str) -> End:
         # Of the threads that write in the background none says whose it is.
         storm.thread = (
             "writing" if settings["asynchronous"] and chance.random() < 0.5 else f"rank-{chance.randrange(2)}"
@@ -116,35 +95,35 @@ def _schedule(chance: random.Random, run: Path, process: Any, alone: str) -> Tal
         told.append(f"{storm}, resume={resume}: {_short(outcome)}")
         after = newest_verified(run)
         if after < before or after[1] < before[1]:  # no run here goes back
-            tally.problems.append(f"{LOST}: {before} was there, now {after} is the newest; {'; '.join(told)}")
+            tally.wrong(LOST, f"{before} was there, now {after} is the newest; {'; '.join(told)}")
             return tally
         before = after
         if problem := _wrong_end(outcome, storm, alone):
-            tally.problems.append(f"{problem}; {'; '.join(told)}")
+            tally.wrong(HUNG if outcome.hung else WRONG_END, f"{problem}; {'; '.join(told)}")
             return tally
-        tally.seen[_word(outcome)] += 1
+        tally.ends[_word(outcome)] += 1
         if outcome.answer is not None:
             return tally
     return tally
 
 
-def _wrong_end(outcome: Outcome, storm: Storm, alone: str) -> str:
+def _wrong_end(outcome: End, storm: Storm, alone: str) -> str:
     if outcome.answer is not None:
-        return "" if outcome.answer == alone else f"{WRONG_END}: it ends with other bits"
-    if outcome.raised.startswith("nothing within"):
-        return f"{HUNG}: {outcome.raised}"
+        return "" if outcome.answer == alone else "it ends with other bits"
+    if outcome.hung:
+        return "it did not end"
     if outcome.killed:
-        return "" if storm.kind == "kill" else f"{WRONG_END}: killed by nobody"
+        return "" if storm.kind == "kill" else "killed by nobody"
     if storm.kind in PASSING:
-        return f"{WRONG_END}: an error that passed ended it"
-    return "" if _WORDS.search(outcome.raised) else f"{WRONG_END}: not in words"
+        return "an error that passed ended it"
+    return "" if _WORDS.search(outcome.raised) else "not in words"
 
 
-def _word(outcome: Outcome) -> str:
+def _word(outcome: End) -> str:
     if outcome.answer is not None:
         return "as if alone"
     return "killed" if outcome.killed else "in words"
 
 
-def _short(outcome: Outcome) -> str:
+def _short(outcome: End) -> str:
     return "ended" if outcome.answer is not None else "killed" if outcome.killed else outcome.raised[:300]

@@ -7,11 +7,14 @@ left, checkpoints that are lost, and whether the next start ends with the bits o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
+from pathlib import Path
 
-from attack_counts import LOST, WRONG_END, Count, Options
-from attacked_commands import attack_commands
-from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop, counted, in_mixed_order
+import runner
+from attacked_commands import cases_of_commands
+from attacked_jobs import SHOWN_CHARACTERS, Case, Outcome, Workshop, cases_of, in_mixed_order
+from runner import LOST, WRONG_END, Options
 from sample_records import read_starts
 from strikes import Strike
 
@@ -42,15 +45,14 @@ EVERY = {"worker of a loader": 2, "rank": 2, "rank in an exchange": 2, "trainer 
 OF_LAUNCHERS = (("start", 1), ("forward", 2), ("file:write", 3), ("closing", 1))
 
 
-def attack(options: Options) -> Iterator[Count]:
-    """Make the attacks, a group after the other."""
-    with Workshop(options.folder, options.jobs + 1) as shop:
-        for group, cases in groups(options.seed).items():
-            chosen = cases[:: max(1, len(cases) // 3)] if options.quick else cases
-            if options.quick and chosen[0].start in ("launch", "torchrun"):
-                continue
-            yield counted(shop, group, chosen, lambda case: _attack(shop, case))
-        yield from attack_commands(shop, quick=options.quick)
+def cases(options: Options) -> Iterator[runner.Case]:
+    """Yield the attacks, a group after the other."""
+    shop = Workshop(options.folder / "workshop of signals")
+    for group, attacks in groups(options.seed).items():
+        chosen = attacks[:: max(1, len(attacks) // 3)] if options.quick else attacks
+        if not (options.quick and chosen[0].start in ("launch", "torchrun")):
+            yield from cases_of(group, chosen, partial(_attack, shop))
+    yield from cases_of_commands(options.folder / "commands", quick=options.quick)
 
 
 def groups(seed: int) -> dict[str, list[Case]]:
@@ -135,8 +137,8 @@ def _of_launchers(start: str, names: tuple[str, ...]) -> list[Case]:
     return [*cases, *(Case("rank below", start, strike) for strike in ranks)]
 
 
-def _attack(shop: Workshop, case: Case) -> Outcome:
-    out, outcome = shop.strike(case)
+def _attack(shop: Workshop, case: Case, folder: Path) -> Outcome:
+    out, outcome = shop.strike(case, folder)
     if outcome.problems:
         outcome.word = "not judged further"
         return outcome
@@ -145,7 +147,7 @@ def _attack(shop: Workshop, case: Case) -> Outcome:
     outcome.word = _word(outcome.codes)
     if wrong:
         said = outcome.said[-SHOWN_CHARACTERS:]
-        outcome.problems.append((WRONG_END, f"{case}: {wrong}: {said}"))
+        outcome.problems.append((WRONG_END, f"{wrong}: {said}"))
     shop.resume(out, outcome)
     # A second signal ends a run at once.
     is_asked_once = case.strike.how.startswith("signal") or case.strike.how in ("storm:TERM", "storm:USR1")
@@ -161,9 +163,9 @@ def _judge_stop(case: Case, outcome: Outcome, first: list[list[dict]], now: list
     steps = max([notes[0]["begin"], *(each["step"] for each in notes if "step" in each)], default=0) if notes else 0
     ended = [each["ended"] for each in notes if "ended" in each]
     if not ended or not ended[0].endswith("nterrupted"):
-        outcome.problems.append((WRONG_END, f"{case}: the closing event was given {ended}"))
+        outcome.problems.append((WRONG_END, f"the closing event was given {ended}"))
     if len(now) > len(first) and now[-1][0]["begin"] != steps:
-        outcome.problems.append((LOST, f"{case}: stopped at step {steps}, the next began at {now[-1][0]['begin']}"))
+        outcome.problems.append((LOST, f"stopped at step {steps}, the next began at {now[-1][0]['begin']}"))
 
 
 def wrong_codes(case: Case, codes: list[int | None]) -> str:

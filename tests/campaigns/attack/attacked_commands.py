@@ -6,15 +6,18 @@ import hashlib
 import importlib.util
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from attack_counts import HUNG, LOST, WRONG_END, Count
-from attacked_jobs import LIMIT_S, SHOWN_CHARACTERS, Outcome, Workshop, counted
-from rank_programs import End
+import runner
+from attacked_jobs import LIMIT_S, PROGRAM, SHOWN_CHARACTERS, Outcome, cases_of
+from rank_programs import End, nursery
+from runner import HUNG, LOST, WRONG_END
 from strikes import Strike
 
 WORDS = {
@@ -41,25 +44,23 @@ class CommandCase:
         return f"trainer ckpt {self.command}: {self.strike}"
 
 
-def attack_commands(shop: Workshop, *, quick: bool) -> Iterator[Count]:
-    """Make the attacks on commands."""
-    place = shop.root / "commands"
+def cases_of_commands(place: Path, *, quick: bool) -> Iterator[runner.Case]:
+    """Yield the attacks on commands."""
     words = ["--plain", "--rows", "12", "--arguments", '{"save_total_limit": null}']
-    shop.nursery().run(1, [place / "out", *words], shop.root / "commands-job", LIMIT_S)
+    nursery(PROGRAM).run(1, [place / "out", *words], place.with_name("commands-job"), LIMIT_S)
     (place / "out" / "run").rename(place / "run")
     shutil.rmtree(place / "out")
     _make_foreign(place / "theirs")
     (place / "older").mkdir()
     shutil.copy(place / "run" / "checkpoint-2" / "model.safetensors", place / "older")
-    whole = {command: _after(shop, place, command) for command in WORDS}
+    whole = {command: _after(place, command) for command in WORDS}
     places = [("start", 1), *(("file", times) for times in OPERATIONS)]
     cases = [
         CommandCase(command, Strike(where, f"signal:{name}", times))
         for command, (where, times), name in product(WORDS, places, CODES)
         if (where == "file" and command != "verify") or name in ("TERM", "INT") or command == "verify" == where
     ]
-    chosen = cases[::20] if quick else cases
-    yield counted(shop, "trainer ckpt", chosen, lambda case: _attack(shop, place, case, whole))
+    yield from cases_of("trainer ckpt", cases[::20] if quick else cases, partial(_attack, place, whole))
 
 
 def _make_foreign(folder: Path) -> None:
@@ -75,29 +76,29 @@ def _make_foreign(folder: Path) -> None:
     foreign.save(folder, 7, parts)
 
 
-def _run(shop: Workshop, place: Path, command: list[str], strike: Strike | None = None) -> End:
+def _run(place: Path, command: list[str], strike: Strike | None = None) -> End:
     names = {"run", "model", "older"}
     given = [str(place / word) if "/" in word or word in names else word for word in command]
     struck = [] if strike is None else ["--strike", strike.words()]
     words = [place / "out", "--plain", *struck, f"--command={json.dumps(given)}"]
-    [end] = shop.nursery().run(1, words, shop.folder(), LIMIT_S)
+    [end] = nursery(PROGRAM).run(1, words, Path(tempfile.mkdtemp(dir=place.parent)), LIMIT_S)
     return end
 
 
-def _after(shop: Workshop, place: Path, command: str) -> dict[str, str]:
+def _after(place: Path, command: str) -> dict[str, str]:
     """Return what is there after a command that is left alone."""
-    copy = shop.folder()
+    copy = place.with_name(f"after-{command}".replace(" ", "-"))
     shutil.copytree(place, copy)
-    end = _run(shop, copy, WORDS[command])
+    end = _run(copy, WORDS[command])
     if end.code:
         raise RuntimeError(f"trainer ckpt {command} ended with {end.code}: {end.said}")
     return digests(copy)
 
 
-def _attack(shop: Workshop, place: Path, case: CommandCase, whole: dict[str, dict[str, str]]) -> Outcome:
-    copy, outcome = shop.folder(), Outcome(case)
+def _attack(place: Path, whole: dict[str, dict[str, str]], case: CommandCase, folder: Path) -> Outcome:
+    copy, outcome = folder / "copy", Outcome(case)
     shutil.copytree(place, copy)
-    end = _run(shop, copy, WORDS[case.command], case.strike)
+    end = _run(copy, WORDS[case.command], case.strike)
     if not (copy / "out" / "struck").exists():
         outcome.word = "not struck"
         return outcome
@@ -105,29 +106,29 @@ def _attack(shop: Workshop, place: Path, case: CommandCase, whole: dict[str, dic
     said = end.said[-SHOWN_CHARACTERS:]
     right = CODES[case.strike.how.partition(":")[2]]
     if end.code is None:
-        outcome.problems.append((HUNG, f"{case}: {said}"))
+        outcome.problems.append((HUNG, f"{said}"))
     elif end.code not in right:
-        outcome.problems.append((WRONG_END, f"{case}: ended with {end.code}, not with {sorted(right)}: {said}"))
-    checked = _run(shop, copy, WORDS["verify"])
+        outcome.problems.append((WRONG_END, f"ended with {end.code}, not with {sorted(right)}: {said}"))
+    checked = _run(copy, WORDS["verify"])
     if checked.code:
-        outcome.problems.append((LOST, f"{case}: a checkpoint is damaged: {checked.said[-SHOWN_CHARACTERS:]}"))
-    _repeat(shop, copy, case, outcome)
+        outcome.problems.append((LOST, f"a checkpoint is damaged: {checked.said[-SHOWN_CHARACTERS:]}"))
+    _repeat(copy, case, outcome)
     if (found := digests(copy)) != whole[case.command]:
         differing = sorted(set(found.items()) ^ set(whole[case.command].items()))
-        outcome.problems.append((LOST, f"{case}: repeated, it leaves other files: {differing[:6]}"))
+        outcome.problems.append((LOST, f"repeated, it leaves other files: {differing[:6]}"))
     return outcome
 
 
-def _repeat(shop: Workshop, copy: Path, case: CommandCase, outcome: Outcome) -> None:
-    again = _run(shop, copy, WORDS[case.command])
+def _repeat(copy: Path, case: CommandCase, outcome: Outcome) -> None:
+    again = _run(copy, WORDS[case.command])
     if again.code == 2 and "exists" in again.said:  # it had been done, or says what to do
         if case.command == "export":
-            again = _run(shop, copy, [*WORDS[case.command], "--overwrite"])
+            again = _run(copy, [*WORDS[case.command], "--overwrite"])
         else:
             return
     if again.code:
         said = again.said[-SHOWN_CHARACTERS:]
-        outcome.problems.append((WRONG_END, f"{case}: repeated, it ended with {again.code}: {said}"))
+        outcome.problems.append((WRONG_END, f"repeated, it ended with {again.code}: {said}"))
 
 
 def digests(place: Path) -> dict[str, str]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "robustness"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from attack_counts import HUNG, LOST, OUTSIDE, WRONG_END, Count
-from rank_programs import TORCHRUN, TRAINER, End, Job, Nursery
+import runner
+from rank_programs import TORCHRUN, TRAINER, End, Job, nursery
+from runner import HUNG, LOST, OUTSIDE, WRONG_END, Problem, Tally
 from sample_records import read_starts
 from strikes import Strike
 
@@ -28,8 +25,6 @@ LAUNCHED_LIMIT_S = 300
 ROWS_A_RANK = 12
 SHOWN_CHARACTERS = 1500
 _OURS = ("run", "end.json", "process-", "struck", "strikes", "used-")
-
-Problem = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -91,78 +86,47 @@ class Outcome:
 
 
 class Workshop:
-    """Interpreters that jobs are forked of, one for each thread, and what jobs come to that are left alone.
+    """Starts jobs that are struck, and knows what jobs come to that are left alone.
 
     Args:
         root: an empty folder.
-        jobs: how many jobs run at once.
     """
 
-    def __init__(self, root: Path, jobs: int) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._pool = ThreadPoolExecutor(jobs)  # one for all groups, for its threads keep their interpreters
-        self._own = threading.local()
-        self._nurseries: list[Nursery] = []
-        self._lock = threading.Lock()
-        self._count = 0
         self._alone: dict[int, dict[str, Any]] = {}
-
-    def __enter__(self) -> Workshop:
         for size in (1, 2):
             folder = self.root / f"alone-{size}"
             words = ["--rows", str(ROWS_A_RANK * size), *(["--plain"] if size == 1 else [])]
-            ends = self.nursery().run(size, [folder / "out", *words], folder / "job", LIMIT_S)
+            ends = nursery(PROGRAM).run(size, [folder / "out", *words], folder / "job", LIMIT_S)
             if any(end.code for end in ends):
                 raise RuntimeError(f"the run left alone ended with {[end.code for end in ends]}: {ends[0].said}")
             self._alone[size] = read_end(folder / "out")
             self._leave_beginning(size, words)
-        return self
 
     def _leave_beginning(self, size: int, words: list[str]) -> None:
         """Keep a job that was stopped after its first save."""
         folder = self.root / f"begun-{size}"
         strike = Strike("forward", "signal:KILL", 3)
-        self.nursery().run(size, [folder / "out", *words, "--strike", strike.words()], folder / "job", LIMIT_S)
+        words = [*words, "--strike", strike.words()]
+        nursery(PROGRAM).run(size, [folder / "out", *words], folder / "job", LIMIT_S)
         for name in ("struck", "strikes"):
             (folder / "out" / name).unlink()
 
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        for nursery in self._nurseries:
-            nursery.__exit__(*error)
-
-    def nursery(self) -> Nursery:
-        """Return the interpreter of this thread."""
-        if not hasattr(self._own, "nursery"):
-            self._own.nursery = Nursery(PROGRAM)
-            with self._lock:
-                self._nurseries.append(self._own.nursery)
-        return self._own.nursery
-
-    def each(self, cases: Iterable[Any], attack: Callable[[Any], Outcome]) -> Iterator[Outcome]:
-        """Yield what comes of each case; some are made at once."""
-        yield from self._pool.map(attack, cases)
-
-    def folder(self) -> Path:
-        """Return a new folder for a case."""
-        with self._lock:
-            self._count += 1
-            return self.root / f"case-{self._count}"
-
-    def strike(self, case: Case) -> tuple[Path, Outcome]:
+    def strike(self, case: Case, folder: Path) -> tuple[Path, Outcome]:
         """Start a job, have it struck, and return its folder and what is known then."""
-        folder, outcome = self.folder(), Outcome(case)
+        outcome = Outcome(case)
         out = folder / "place" / "out"
         if case.begins == "resumed":
             shutil.copytree(self.root / f"begun-{case.size}" / "out", out)
         ends, left = self._start(case, folder / "first", [out, *case.words(), "--strike", case.strike.words()])
         outcome.codes, outcome.said = [end.code for end in ends], ends[0].said
         if None in outcome.codes:
-            outcome.problems.append((HUNG, f"{case}: ended with {outcome.codes}: {outcome.said[-SHOWN_CHARACTERS:]}"))
+            outcome.problems.append((HUNG, f"ended with {outcome.codes}: {outcome.said[-SHOWN_CHARACTERS:]}"))
         if left:
-            outcome.problems.append((HUNG, f"{case}: {len(left)} processes are left"))
+            outcome.problems.append((HUNG, f"{len(left)} processes are left"))
         if not (out / "struck").exists():
-            outcome.problems.append((WRONG_END, f"{case}: it did not strike: {outcome.said[-SHOWN_CHARACTERS:]}"))
+            outcome.problems.append((WRONG_END, f"it did not strike: {outcome.said[-SHOWN_CHARACTERS:]}"))
         return out, outcome
 
     def resume(self, out: Path, outcome: Outcome) -> None:
@@ -175,35 +139,34 @@ class Workshop:
             ends, left = self._start(again, place.parent / "again", [out, *again.words()])
             codes = [end.code for end in ends]
             if any(codes):
-                said = f"{case}: the next start ended with {codes}: {ends[0].said[-SHOWN_CHARACTERS:]}"
+                said = f"the next start ended with {codes}: {ends[0].said[-SHOWN_CHARACTERS:]}"
                 outcome.problems.append((HUNG if None in codes else WRONG_END, said))
                 return
             began = [start[0]["begin"] for start in read_starts(out, 0)[before:] if start]
             if saved and began and began[-1] < max(saved):  # a run that is complete does not begin
-                outcome.problems.append((LOST, f"{case}: step {max(saved)} was saved, and the next began at {began}"))
+                outcome.problems.append((LOST, f"step {max(saved)} was saved, and the next began at {began}"))
             if left:
-                outcome.problems.append((HUNG, f"{case}: {len(left)} processes are left of the next start"))
+                outcome.problems.append((HUNG, f"{len(left)} processes are left of the next start"))
         self._compare(out, outcome)
 
     def _compare(self, out: Path, outcome: Outcome) -> None:
-        case, alone = outcome.case, self._alone[outcome.case.size]
-        end = read_end(out)
+        alone, end = self._alone[outcome.case.size], read_end(out)
         for name in alone:
             if end[name] != alone[name]:
-                outcome.problems.append((LOST, f"{case}: its {name} are not those of a run left alone: {end[name]}"))
+                outcome.problems.append((LOST, f"its {name} are not those of a run left alone: {end[name]}"))
         strange = [path.name for path in out.parent.iterdir() if path.name != "out"]
         strange += [path.name for path in out.iterdir() if not path.name.startswith(_OURS)]
         if strange:
-            outcome.problems.append((OUTSIDE, f"{case}: wrote {strange}"))
+            outcome.problems.append((OUTSIDE, f"wrote {strange}"))
         left = [path.name for path in (out / "run").iterdir() if path.name.startswith(".tmp")]
         if left:
-            outcome.problems.append((WRONG_END, f"{case}: leaves {left}"))
+            outcome.problems.append((WRONG_END, f"leaves {left}"))
 
     def _start(self, case: Case, folder: Path, words: list[object]) -> tuple[list[End], list[int]]:
         if case.start in ("plain", "ranks", "notebook"):
-            nursery = self.nursery()
-            ends = nursery.run(2 if case.start == "ranks" else 1, words, folder, LIMIT_S)
-            return ends, nursery.left_over()
+            interpreter = nursery(PROGRAM)
+            ends = interpreter.run(2 if case.start == "ranks" else 1, words, folder, LIMIT_S)
+            return ends, interpreter.left_over()
         launcher = [*TRAINER, "--nproc", "2"] if case.start == "launch" else [*TORCHRUN, "--nproc-per-node=2"]
         standalone = ["--standalone"] if case.start == "torchrun" else []
         with Job(folder) as job:
@@ -223,15 +186,16 @@ def in_mixed_order(found: dict[str, list[Case]], seed: int, every: dict[str, int
     return {group: cases[:: every.get(group, 1)] for group, cases in ordered.items()}
 
 
-def counted(shop: Workshop, group: str, cases: list[Any], attack: Callable[[Any], Outcome]) -> Count:
-    """Make the attacks of a group and return what came of them."""
-    count = Count(group)
-    for outcome in shop.each(cases, attack):
-        if outcome.word != "not struck":
-            count.tried += 1
-            count.ends[outcome.word] += 1
-            count.problems += outcome.problems
-    return count
+def cases_of(row: str, cases: Iterable[Any], attack: Callable[[Any, Path], Outcome]) -> Iterator[runner.Case]:
+    """Yield attacks for a row of the table."""
+    for case in cases:
+        yield runner.Case(str(case), partial(_tallied, attack, case), row)
+
+
+def _tallied(attack: Callable[[Any, Path], Outcome], case: Any, folder: Path) -> Tally:
+    outcome = attack(case, folder)
+    is_struck = outcome.word != "not struck"
+    return Tally(1, Counter({outcome.word: 1}), outcome.problems) if is_struck else Tally()
 
 
 def read_end(out: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "robustness"))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -113,22 +114,15 @@ def train(options: argparse.Namespace, striker: Striker) -> None:
 
 def watch_files(striker: Striker) -> None:
     """Have every operation on files be a place: `file`, and `file:` with its name, or `folder` if of no checkpoint."""
-    from tr_ckpt.testing import replace_operations
+    from disk import path_of, replace_every_operation
 
-    def reaching(name: str, operation: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            striker.reach("file")
-            is_saving = any("checkpoint-" in _path_of(each) for each in arguments)
-            striker.reach(f"file:{name}" if is_saving else "folder")
-            return operation(*arguments, **options)
+    def reach(name: str, operation: Any, arguments: tuple[Any, ...]) -> Any:
+        striker.reach("file")
+        is_saving = any("checkpoint-" in path_of(each) for each in arguments)
+        striker.reach(f"file:{name}" if is_saving else "folder")
+        return operation(*arguments)
 
-        return call
-
-    replace_operations(reaching)
-
-
-def _path_of(argument: Any) -> str:
-    return os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else str(argument)
+    replace_every_operation(reach)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import failing_disk
-from attack_counts import LOST, WRONG_END, Count
 from conditions_disk import judged
+from runner import LOST, WRONG_END, Tally
 from storage_stages import STAGES, Attacked, newest
 
 from tr_ckpt.testing import this_process
@@ -19,9 +19,9 @@ from tr_ckpt.testing import this_process
 HOUR, YEAR = 3600, 365 * 24 * 3600
 
 
-def clocks(root: Path, quick: bool) -> Count:
+def clocks(root: Path, quick: bool) -> Tally:
     """Count runs whose clock is off, or jumps there and back while they run."""
-    count = Count("conditions: clocks")
+    tally = Tally()
     to_1970 = -int(time.time()) + 1
     for name in ("trainer, new", "trainer, resumed, asynchronous", "two ranks, new, asynchronous"):
         course = Attacked(STAGES[name], root / name.replace(", ", "-"))
@@ -31,35 +31,35 @@ def clocks(root: Path, quick: bool) -> Count:
                 def prepare(run: Path, seconds: int = seconds, turn: int = turn) -> None:
                     failing_disk.set_clock(seconds, turn)
 
-                before = len(count.problems)
-                [noted, *_] = judged(count, course, f"{name}, {seconds} s by {turn}", {}, prepare)
-                if len(count.problems) == before:
-                    _judge_speeds(count, noted.get("history", []), f"{name}, {seconds} s by {turn}")
-    if count.ends["in words"]:
-        count.wrong(WRONG_END, f"{count.ends['in words']} runs ended because of a clock")
-    return count
+                before = len(tally.problems)
+                [noted, *_] = judged(tally, course, f"{name}, {seconds} s by {turn}", {}, prepare)
+                if len(tally.problems) == before:
+                    _judge_speeds(tally, noted.get("history", []), f"{name}, {seconds} s by {turn}")
+    if tally.ends["in words"]:
+        tally.wrong(WRONG_END, f"{tally.ends['in words']} runs ended because of a clock")
+    return tally
 
 
-def _judge_speeds(count: Count, history: list[dict[str, float]], label: str) -> None:
+def _judge_speeds(tally: Tally, history: list[dict[str, float]], label: str) -> None:
     for entry in history:
         for key, value in entry.items():
             if key.endswith(("_runtime", "_per_second")) and not (math.isfinite(value) and 0 <= value < HOUR * 1e6):
-                count.wrong(WRONG_END, f"{label}: {key} is {value}")
+                tally.wrong(WRONG_END, f"{label}: {key} is {value}")
             if key.endswith("_runtime") and value > HOUR:
-                count.wrong(WRONG_END, f"{label}: {key} is {value}")
+                tally.wrong(WRONG_END, f"{label}: {key} is {value}")
 
 
-def numbers_used_again(root: Path, quick: bool) -> Count:
+def numbers_used_again(root: Path, quick: bool) -> Tally:
     """Count runs beside temporary folders of every kind, whose makers' numbers others have by now, or nobody."""
-    count = Count("conditions: process numbers")
+    tally = Tally()
     course = Attacked(STAGES["trainer, resumed"], root / "trainer")
     kinds = ("writing", "records", "replaced", "removed", "pushing", "fetched")
     for kind in kinds[:: 3 if quick else 1]:
         for whose, process in _processes():
             for target in ("checkpoint-6", "checkpoint-8"):
                 for whole in (True, False):
-                    _beside(count, course, kind, whose, process, target, whole=whole)
-    return count
+                    _beside(tally, course, kind, whose, process, target, whole=whole)
+    return tally
 
 
 def _processes() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -79,10 +79,10 @@ def _processes() -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def _beside(
-    count: Count, course: Attacked, kind: str, whose: str, process: Callable[[], str], target: str, *, whole: bool
+    tally: Tally, course: Attacked, kind: str, whose: str, process: Callable[[], str], target: str, *, whole: bool
 ) -> None:
-    count.tried += 1
-    folder = course.fresh(f"{count.tried}")
+    tally.tried += 1
+    folder = course.fresh(course.root / f"{tally.tried}")
     run = folder / "run"
 
     def prepare(_: Path) -> None:
@@ -94,11 +94,11 @@ def _beside(
     ends = course.run(run, {}, prepare=prepare)
     label = f"{kind} {target} of {whose}{'' if whole else ', without its manifest'}"
     if [end.answer for end in ends] != course.right:
-        count.wrong(WRONG_END, f"{label}: {'; '.join(map(str, ends))}")
+        tally.wrong(WRONG_END, f"{label}: {'; '.join(map(str, ends))}")
         return
     left = {path.name for path in run.iterdir() if path.is_dir()}
     if newest(run, course.stage)[0] != 8 or not {"checkpoint-6", "checkpoint-8"} <= left:
-        count.wrong(LOST, f"{label}: left are {sorted(left)}")
+        tally.wrong(LOST, f"{label}: left are {sorted(left)}")
         return
-    count.ends["left" if any(name.startswith(".tmp") for name in left) else "cleared"] += 1
+    tally.ends["left" if any(name.startswith(".tmp") for name in left) else "cleared"] += 1
     shutil.rmtree(folder)

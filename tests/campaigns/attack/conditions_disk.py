@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import failing_disk
-from attack_counts import HUNG, LOST, WRONG_END, Count
+from children import in_ranks, noted
 from failing_disk import FOR_GOOD, QUOTA, WAIT, Aim
-from storage_processes import in_ranks, noted
-from storage_stages import STAGES, Attacked, Numbers, Result, crash_training, newest
+from runner import HUNG, LOST, WRONG_END, Tally
+from storage_stages import LIMIT_S, STAGES, Attacked, Numbers, crash_training, newest
 
 from tr_ckpt import Checkpointer
 
@@ -26,33 +26,31 @@ SAVES = 30  # of the loop whose disk is full for some of them
 
 
 def judged(
-    count: Count, course: Attacked, label: str, aims: dict[int, Aim], prepare: Callable[[Path], None] | None = None
+    tally: Tally, course: Attacked, label: str, aims: dict[int, Aim], prepare: Callable[[Path], None] | None = None
 ) -> list[dict[str, Any]]:
-    """Do a run of a course, judge it into `count` and return what its ranks noted."""
-    count.tried += 1
-    folder, result = course.fresh(f"{count.group.split(': ')[1]}-{count.tried}".replace(" ", "-")), Result()
+    """Do a run of a course, judge it into `tally` and return what its ranks noted."""
+    tally.tried += 1
+    folder, judged = course.fresh(course.root / f"judged-{tally.tried}"), Tally()
     ends = course.run(folder / "run", aims, prepare=prepare)
-    course.judge(result, folder, ends)
-    if result.end:
-        count.ends[result.end] += 1
-    for kind, text in result.problems:
-        count.wrong(kind, f"{label}: {text}")
-    return [end.noted or {} for end in ends]
+    course.judge(judged, folder, ends)
+    judged.problems = [(kind, f"{label}: {text}") for kind, text in judged.problems]
+    tally.add(judged)
+    return [end.noted for end in ends]
 
 
-def quotas(root: Path, quick: bool) -> Count:
+def quotas(root: Path, quick: bool) -> Tally:
     """Count runs that may write so many bytes to a file, or so many altogether."""
-    count = Count("conditions: quotas")
+    tally = Tally()
     for name in ("trainer, new", "trainer, new, asynchronous", "trainer, resumed"):
         course = Attacked(STAGES[name], root / name.replace(", ", "-"))
         for limit in (0, 1, 50, 200, 400, 800, 1200, 3000)[:: 3 if quick else 1]:
-            judged(count, course, f"{name}, {limit} bytes a file", {}, lambda run, limit=limit: _limit_files(limit))
+            judged(tally, course, f"{name}, {limit} bytes a file", {}, lambda run, limit=limit: _limit_files(limit))
         for number in range(2 if quick else 20):
             for error in ("ENOSPC", "EDQUOT"):
                 total = int(400 * math.exp(number / 4)) if not quick else 5000
                 aim = Aim(frozenset({"write"}), 1, FOR_GOOD, error, QUOTA, total)
-                judged(count, course, f"{name}, {error} after {total} bytes", {0: aim})
-    return count
+                judged(tally, course, f"{name}, {error} after {total} bytes", {0: aim})
+    return tally
 
 
 def _limit_files(limit: int) -> None:
@@ -62,22 +60,22 @@ def _limit_files(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
-def full_for_a_while(root: Path, quick: bool) -> Count:
+def full_for_a_while(root: Path, quick: bool) -> Tally:
     """Count loops whose disk is full for some saves and free again; and metrics that wait until it is."""
-    count = Count("conditions: full and freed")
+    tally = Tally()
     for asynchronous in (False, True):
         for at in range(1, 60, 29 if quick else 3):
             for times in (1, 5, 20):
-                _full_for_a_while(count, root / f"{asynchronous}-{at}-{times}", asynchronous, at, times)
+                _full_for_a_while(tally, root / f"{asynchronous}-{at}-{times}", asynchronous, at, times)
     course = Attacked(STAGES["trainer, new"], root / "trainer")
     lines = (course.root / "alone" / "run" / "metrics.jsonl").read_text().count("\n")
     for times in (1, 2, 4):
         for at in range(1, 5):
-            _metrics_wait(count, course, lines, at, times)
-    return count
+            _metrics_wait(tally, course, lines, at, times)
+    return tally
 
 
-def _full_for_a_while(count: Count, folder: Path, asynchronous: bool, at: int, times: int) -> None:
+def _full_for_a_while(tally: Tally, folder: Path, asynchronous: bool, at: int, times: int) -> None:
     folder.mkdir(parents=True)
     run = folder / "run"
     aim = Aim(failing_disk.ERRORS["ENOSPC"], at, times, "ENOSPC")
@@ -97,30 +95,30 @@ def _full_for_a_while(count: Count, folder: Path, asynchronous: bool, at: int, t
         values = [value.tolist() for value in part.values.values()]
         return {"said": said, "saved": saved, "values": values, "struck": failing_disk.struck()[0]}
 
-    [end] = in_ranks(work, 1, folder)
-    count.tried += 1
+    [end] = in_ranks(work, 1, LIMIT_S)
+    tally.tried += 1
     label = f"{'asynchronous, ' if asynchronous else ''}{aim}"
     if end.answer is None:
-        count.wrong(HUNG if end.hung else WRONG_END, f"{label}: {end}")
+        tally.wrong(HUNG if end.hung else WRONG_END, f"{label}: {end}")
         return
     part = Numbers(0)
     found = Checkpointer(run).restore({"model": part})
     said = end.answer["said"]
     if found != end.answer["saved"] or found != SAVES:
-        count.wrong(LOST, f"{label}: {found} is restored, {end.answer['saved']} was saved; {said}")
+        tally.wrong(LOST, f"{label}: {found} is restored, {end.answer['saved']} was saved; {said}")
     elif [value.tolist() for value in part.values.values()] != end.answer["values"]:
-        count.wrong(WRONG_END, f"{label}: another state is restored")
+        tally.wrong(WRONG_END, f"{label}: another state is restored")
     if any("No space left" not in text or "free space" not in text for text in said):
-        count.wrong(WRONG_END, f"{label}: not in words: {said}")
+        tally.wrong(WRONG_END, f"{label}: not in words: {said}")
     right = [f"checkpoint-{step}" for step in (SAVES - 1, SAVES)]
     if left := [path.name for path in run.iterdir() if path.name not in right]:
-        count.wrong(WRONG_END, f"{label}: left are {left}")
-    count.ends["said, and saved again" if said else "nothing to say"] += 1
+        tally.wrong(WRONG_END, f"{label}: left are {left}")
+    tally.ends["said, and saved again" if said else "nothing to say"] += 1
 
 
-def _metrics_wait(count: Count, course: Attacked, lines: int, at: int, times: int) -> None:
-    count.tried += 1
-    folder = course.fresh(f"metrics-{at}-{times}")
+def _metrics_wait(tally: Tally, course: Attacked, lines: int, at: int, times: int) -> None:
+    tally.tried += 1
+    folder = course.fresh(course.root / f"metrics-{at}-{times}")
     run = folder / "run"
 
     def prepare(_: Path) -> None:
@@ -129,34 +127,34 @@ def _metrics_wait(count: Count, course: Attacked, lines: int, at: int, times: in
     [end] = course.run(run, {}, prepare=prepare)
     found = (run / "metrics.jsonl").read_text().count("\n") if (run / "metrics.jsonl").exists() else 0
     if [end.answer] != course.right:
-        count.wrong(WRONG_END, f"metrics, full at {at}, {times} times: {end}")
+        tally.wrong(WRONG_END, f"metrics, full at {at}, {times} times: {end}")
     elif found != lines and "not in it" not in end.output:
-        count.wrong(LOST, f"metrics, full at {at}, {times} times: {found} of {lines} lines, and {end.output[-500:]!r}")
+        tally.wrong(LOST, f"metrics, full at {at}, {times} times: {found} of {lines} lines, and {end.output[-500:]!r}")
     else:
-        count.ends["metrics complete" if found == lines else "said what is missing"] += 1
+        tally.ends["metrics complete" if found == lines else "said what is missing"] += 1
 
 
-def small_disks(root: Path, quick: bool) -> Count:
+def small_disks(root: Path, quick: bool) -> Tally:
     """Count runs on a real file system of some size, which is made larger afterwards."""
-    count = Count("conditions: small disks")
+    tally = Tally()
     course = Attacked(STAGES["trainer, new"], root / "trainer")
     for blocks in range(4, 96, 40 if quick else 6):
         for asynchronous in (False, True):
             folder = root / f"{blocks}-{asynchronous}"
             folder.mkdir()
             work = _on_small_disk(folder / "run", blocks * 4096, course, asynchronous=asynchronous)
-            [end] = in_ranks(work, 1, folder)
+            [end] = in_ranks(work, 1, LIMIT_S)
             if end.answer == ["no right"]:
                 print("  no right to mount: no small disks here", flush=True)
-                return count
-            count.tried += 1
+                return tally
+            tally.tried += 1
             if end.answer is None:
-                count.wrong(HUNG if end.hung else WRONG_END, f"{blocks} blocks: {end}")
+                tally.wrong(HUNG if end.hung else WRONG_END, f"{blocks} blocks: {end}")
                 continue
-            count.ends[end.answer[0]] += 1
+            tally.ends[end.answer[0]] += 1
             for kind, text in end.answer[1:]:
-                count.wrong(kind, f"{blocks} blocks: {text}")
-    return count
+                tally.wrong(kind, f"{blocks} blocks: {text}")
+    return tally
 
 
 def _on_small_disk(run: Path, size: int, course: Attacked, *, asynchronous: bool) -> Callable[..., list[Any]]:
@@ -192,23 +190,23 @@ def is_in_words_of(error: Exception, run: Path) -> bool:
     return isinstance(error, OSError | ValueError) and (str(run) in str(error) or "checkpoint-" in str(error))
 
 
-def slow_disks(root: Path, quick: bool) -> Count:
+def slow_disks(root: Path, quick: bool) -> Tally:
     """Count runs whose writes and syncs take long: training goes on meanwhile where it saves asynchronously."""
-    count = Count("conditions: slow disks")
+    tally = Tally()
     aim = Aim(frozenset({"write", "sync", "create"}), 1, FOR_GOOD, mode=WAIT, value=_SLOW_US)
     names = ("trainer, new, asynchronous", "trainer, new", "trainer, resumed", "two ranks, new, asynchronous")
     for name in names[: 1 if quick else None]:
         course = Attacked(STAGES[name], root / name.replace(", ", "-"))
         for rank in range(course.stage.world_size):
-            [found, *_] = judged(count, course, f"{name}, rank {rank}", {rank: aim})
+            [found, *_] = judged(tally, course, f"{name}, rank {rank}", {rank: aim})
             if name == names[0]:
-                _judge_order(count, found.get("places", []))
-    return count
+                _judge_order(tally, found.get("places", []))
+    return tally
 
 
-def _judge_order(count: Count, places: list[list[Any]]) -> None:
+def _judge_order(tally: Tally, places: list[list[Any]]) -> None:
     """The loop saves and takes its next step before the slow disk has taken the checkpoint, for each but the last."""
     for step in (2, 4, 6):
         saved, complete = (places.index([place, step]) for place in (crash_training.SAVED, crash_training.COMPLETE))
         if not any(place == "in the forward" for place, _ in places[saved:complete]):
-            count.wrong(WRONG_END, f"training waited for checkpoint-{step} to be written: {places}")
+            tally.wrong(WRONG_END, f"training waited for checkpoint-{step} to be written: {places}")

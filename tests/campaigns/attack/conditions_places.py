@@ -10,20 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attack_counts import HUNG, LOST, WRONG_END, Count
+from children import End, in_ranks
 from conditions_disk import is_in_words_of
-from storage_processes import End, in_ranks
-from storage_stages import KEPT, STAGES, STEPS, Attacked, Numbers, crash_training, newest
+from runner import HUNG, LOST, WRONG_END, Tally
+from storage_stages import KEPT, LIMIT_S, STAGES, STEPS, Attacked, Numbers, crash_training, newest
 
 from tr_ckpt import Checkpointer
 
 ENTRIES, CHECKPOINTS = 10_000, 300
-LIMIT_S = 60.0
 
 
-def places(root: Path, quick: bool) -> Count:
+def places(root: Path, quick: bool) -> Tally:
     """Count runs in places of every kind."""
-    count = Count("conditions: places")
+    tally = Tally()
     course = Attacked(STAGES["trainer, new"], root / "trainer")
     made: dict[str, Callable[[Path], Path]] = {
         "a link to a folder": _linked,
@@ -37,23 +36,23 @@ def places(root: Path, quick: bool) -> Count:
         "an @": lambda folder: folder / ".tmp-writing-checkpoint-1@host@1@12",
     }
     for what, make in made.items():
-        folder = root / str(count.tried)
-        _ends_as_alone(count, course, what, folder, make, refuses=what == "not UTF-8")
+        folder = root / str(tally.tried)
+        _ends_as_alone(tally, course, what, folder, make, refuses=what == "not UTF-8")
         if "another device" in what:
             shutil.rmtree(os.path.realpath(folder / "link"), ignore_errors=True)
     for length in (3800, 3950, 4050, 4095, 5000):
-        _ends_as_alone(count, course, f"{length} characters", root / str(count.tried), _of_length(length), refuses=True)
+        _ends_as_alone(tally, course, f"{length} characters", root / str(tally.tried), _of_length(length), refuses=True)
     for mask in (0o077, 0o177, 0o777, 0o000):
-        folder = root / str(count.tried)
-        _ends_as_alone(count, course, f"umask {mask:o}", folder, lambda folder: folder / "run", mask=mask)
-    return count
+        folder = root / str(tally.tried)
+        _ends_as_alone(tally, course, f"umask {mask:o}", folder, lambda folder: folder / "run", mask=mask)
+    return tally
 
 
 def _ends_as_alone(
-    count: Count, course: Attacked, what: str, folder: Path, make: Callable[[Path], Path], *, refuses: bool = False,
+    tally: Tally, course: Attacked, what: str, folder: Path, make: Callable[[Path], Path], *, refuses: bool = False,
     mask: int = 0o022,
 ) -> None:  # fmt: skip
-    count.tried += 1
+    tally.tried += 1
     folder.mkdir()
 
     def work(rank: int, gather: Any) -> str:
@@ -70,11 +69,11 @@ def _ends_as_alone(
         assert newest(run, course.stage)[0] == STEPS
         return "as if left alone"
 
-    [end] = in_ranks(work, 1, folder)
+    [end] = in_ranks(work, 1, LIMIT_S)
     if end.answer is None:
-        count.wrong(HUNG if end.hung else WRONG_END, f"{what}: {end}\n{end.output[-1500:]}")
+        tally.wrong(HUNG if end.hung else WRONG_END, f"{what}: {end}\n{end.output[-1500:]}")
         return
-    count.ends[end.answer] += 1
+    tally.ends[end.answer] += 1
 
 
 def _linked(folder: Path) -> Path:
@@ -100,9 +99,9 @@ def _of_length(length: int) -> Callable[[Path], Path]:
     return make
 
 
-def changed_meanwhile(root: Path, quick: bool) -> Count:
+def changed_meanwhile(root: Path, quick: bool) -> Tally:
     """Count runs whose folder is removed, moved or replaced while they train."""
-    count = Count("conditions: changed meanwhile")
+    tally = Tally()
     changes: dict[str, Callable[[Path], None]] = {
         "removed": shutil.rmtree,
         "moved away": lambda run: run.rename(run.with_name("moved")),
@@ -115,13 +114,13 @@ def changed_meanwhile(root: Path, quick: bool) -> Count:
         course = Attacked(STAGES[name], root / name.replace(", ", "-"))
         for what, change in changes.items():
             for at in (3, 5, 8)[:: 2 if quick else 1]:
-                _changed(count, course, f"{name}, {what} at step {at}", change, at)
-    return count
+                _changed(tally, course, f"{name}, {what} at step {at}", change, at)
+    return tally
 
 
-def _changed(count: Count, course: Attacked, label: str, change: Callable[[Path], None], at: int) -> None:
-    count.tried += 1
-    folder = course.fresh(str(count.tried))
+def _changed(tally: Tally, course: Attacked, label: str, change: Callable[[Path], None], at: int) -> None:
+    tally.tried += 1
+    folder = course.fresh(course.root / str(tally.tried))
     run = folder / "run"
 
     def prepare(_: Path) -> None:
@@ -138,18 +137,18 @@ def _changed(count: Count, course: Attacked, label: str, change: Callable[[Path]
 
     [end] = course.run(run, {}, prepare=prepare)
     if end.hung or end.signal or (end.answer is None and not _says_it(end, run)):
-        count.wrong(HUNG if end.hung else WRONG_END, f"{label}: {end}")
+        tally.wrong(HUNG if end.hung else WRONG_END, f"{label}: {end}")
         return
     if end.answer is not None and [end.answer] != course.right:
-        count.wrong(WRONG_END, f"{label}: it ended otherwise")
-    count.ends["as if left alone" if end.answer else "in words"] += 1
+        tally.wrong(WRONG_END, f"{label}: it ended otherwise")
+    tally.ends["as if left alone" if end.answer else "in words"] += 1
     if run.is_file():
         run.unlink()
     [again] = course.run(run, {})
     if [again.answer] != course.right:
-        count.wrong(WRONG_END, f"{label}: the next run {again}")
+        tally.wrong(WRONG_END, f"{label}: the next run {again}")
     if end.answer is not None and newest(run, course.stage)[0] != STEPS:
-        count.wrong(LOST, f"{label}: the run ended well, and {newest(run, course.stage)} is what is left")
+        tally.wrong(LOST, f"{label}: the run ended well, and {newest(run, course.stage)} is what is left")
 
 
 def _says_it(end: End, run: Path) -> bool:
@@ -178,9 +177,9 @@ def _by_a_link(run: Path) -> None:
     run.symlink_to(run.with_name("moved"))
 
 
-def crowded(root: Path, quick: bool) -> Count:
+def crowded(root: Path, quick: bool) -> Tally:
     """Count what is done in a folder with very many entries."""
-    count = Count(f"conditions: {ENTRIES:,} entries")
+    tally = Tally()
     run = root / "run"
 
     def fill(rank: int, gather: Any) -> int:
@@ -203,14 +202,14 @@ def crowded(root: Path, quick: bool) -> Count:
         return len(checkpointer.steps())
 
     for what, work in (("filled", fill), ("restored, saved and cleared", save)):
-        count.tried += 1
+        tally.tried += 1
         began = time.monotonic()
-        [end] = in_ranks(work, 1, root)
+        [end] = in_ranks(work, 1, 2 * LIMIT_S)
         if end.answer is None:
-            count.wrong(HUNG if end.hung else WRONG_END, f"not {what}: {end}")
+            tally.wrong(HUNG if end.hung else WRONG_END, f"not {what}: {end}")
         elif time.monotonic() - began > LIMIT_S:
-            count.wrong(HUNG, f"{what} took {time.monotonic() - began:.0f} s")
+            tally.wrong(HUNG, f"{what} took {time.monotonic() - began:.0f} s")
         elif what != "filled" and (end.answer != KEPT or len(os.listdir(run)) != ENTRIES + KEPT):
-            count.wrong(WRONG_END, f"{what}: {end.answer} checkpoints among {len(os.listdir(run))} entries")
-        count.ends[what] += end.answer is not None
-    return count
+            tally.wrong(WRONG_END, f"{what}: {end.answer} checkpoints among {len(os.listdir(run))} entries")
+        tally.ends[what] += end.answer is not None
+    return tally

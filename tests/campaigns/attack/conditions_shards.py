@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attack_counts import HUNG, WRONG_END, Count
+from children import End, in_ranks
+from crash_training import Held as HeldState
+from runner import HUNG, WRONG_END, Tally
 from shared.commands import command
-from storage_processes import End, in_ranks
-from storage_stages import crash_training
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,24 +30,24 @@ ASSIGNED = 20  # ranks that find out what they write as they do in life
 LIMIT_S = 60.0
 
 
-def many_shards(folder: Path) -> Count:
+def many_shards(folder: Path) -> Tally:
     """Count what is done with a checkpoint of 1,000 ranks by a process that may open 256 files."""
-    count = Count(f"conditions: {RANKS:,} shards")
+    tally = Tally()
     saved = folder / "run" / "checkpoint-2"
     saved.mkdir(parents=True)
-    _try(count, folder, "saved", lambda: _save(saved))
+    _try(tally, folder, "saved", lambda: _save(saved))
     whole = torch.arange(RANKS * ROWS * COLUMNS, dtype=torch.float32).reshape(-1, COLUMNS)
-    _try(count, folder, "listed", lambda: _expect(Checkpointer(folder / "run").steps(), [2]))
-    _try(count, folder, "verified", lambda: verify(saved))
-    _try(count, folder, "restored", lambda: _restore(folder / "run", whole))
-    _try(count, folder, "exported", lambda: export(saved, folder / "model"))
-    _try(count, folder, "shown by the command", lambda: _expect(command("ckpt")(["ls", str(folder / "run")]), 0))
-    _try(count, folder, "verified by the command", lambda: _expect(command("ckpt")(["verify", str(saved)]), 0))
-    return count
+    _try(tally, folder, "listed", lambda: _expect(Checkpointer(folder / "run").steps(), [2]))
+    _try(tally, folder, "verified", lambda: verify(saved))
+    _try(tally, folder, "restored", lambda: _restore(folder / "run", whole))
+    _try(tally, folder, "exported", lambda: export(saved, folder / "model"))
+    _try(tally, folder, "shown by the command", lambda: _expect(command("ckpt")(["ls", str(folder / "run")]), 0))
+    _try(tally, folder, "verified by the command", lambda: _expect(command("ckpt")(["verify", str(saved)]), 0))
+    return tally
 
 
-def _try(count: Count, folder: Path, what: str, work: Any) -> None:
-    count.tried += 1
+def _try(tally: Tally, folder: Path, what: str, work: Any) -> None:
+    tally.tried += 1
     began = time.monotonic()
 
     def limited(rank: int, gather: Any) -> bool:
@@ -55,16 +55,16 @@ def _try(count: Count, folder: Path, what: str, work: Any) -> None:
         work()
         return True
 
-    [end] = in_ranks(limited, 1, folder)
-    if _ended(count, what, end):
-        count.ends[what] += 1
+    [end] = in_ranks(limited, 1, 2 * LIMIT_S)
+    if _ended(tally, what, end):
+        tally.ends[what] += 1
     if time.monotonic() - began > LIMIT_S:
-        count.wrong(HUNG, f"{what}: took {time.monotonic() - began:.0f} s")
+        tally.wrong(HUNG, f"{what}: took {time.monotonic() - began:.0f} s")
 
 
-def _ended(count: Count, what: str, end: End) -> bool:
+def _ended(tally: Tally, what: str, end: End) -> bool:
     if end.answer is None:
-        count.wrong(HUNG if end.hung else WRONG_END, f"not {what}: {end}\n{end.output[-1500:]}")
+        tally.wrong(HUNG if end.hung else WRONG_END, f"not {what}: {end}\n{end.output[-1500:]}")
     return end.answer is not None
 
 
@@ -113,6 +113,6 @@ def _rows(rank: int) -> torch.Tensor:
 
 
 def _restore(folder: Path, whole: torch.Tensor) -> None:
-    part = crash_training.Held(weight=torch.zeros(RANKS * ROWS, COLUMNS))
+    part = HeldState(weight=torch.zeros(RANKS * ROWS, COLUMNS))
     _expect(Checkpointer(folder).restore({"model": part}), 2)
     _expect(torch.equal(part.state["weight"], whole), True)

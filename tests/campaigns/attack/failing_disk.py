@@ -1,7 +1,7 @@
 """Compile the disk that fails, have it preloaded, and aim it.
 
-A process that was started with `variables` has the library in it, and so have its forks. Nothing fails until one of
-them has called `aim`, which is for that process alone.
+After `preload` a process has the library in it, and so have its forks. Nothing fails until one of them has called
+`aim`, which is for that process alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,9 +96,17 @@ def compiled(folder: Path) -> Path | None:
     return made
 
 
-def variables(library: Path | None) -> dict[str, str]:
-    """Return the environment of a process that is to have the library in it."""
-    return dict(os.environ) if library is None else {**os.environ, "LD_PRELOAD": str(library)}
+def preload() -> None:
+    """Start this program again with the library in it, but not in what it starts; where there is none, go on."""
+    if is_here():
+        Path(os.environ.pop("LD_PRELOAD")).unlink()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if (made := compiled(Path(folder))) is None:
+            print("  no C compiler, or no Linux: only operations on files are replaced; no quotas, slow disks, clocks")
+            return
+        library = shutil.copy(made, tempfile.mkstemp(suffix=".so")[1])
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": library})
 
 
 def is_here() -> bool:

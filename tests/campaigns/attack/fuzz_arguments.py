@@ -72,7 +72,7 @@ started = 2024-05-27T07:32:00Z
 num_cycles = 0.5
 a.b.c = {d = 1, e = [1, 2]}
 [[parameter_rules]]
-match = "bias"
+params = "bias"
 weight_decay = 0.0
 """
 WORDS = b"\n".join(
@@ -80,7 +80,7 @@ WORDS = b"\n".join(
     + [b"--lr_scheduler_kwargs", b'{"num_cycles": 0.5, "a": [1, null]}', b"--size", b"small", b"--max_time", b"8h"]
     + [b"--optim_args", b"betas=(0.9, 0.95),eps=1e-8"]
 )
-ARGS_FILE = b"--output_dir 'out put' --seed 7 # first\n--bf16 \\\n --fsdp \"full_shard auto_wrap\"\n--label_names a b\n"
+ARGS_FILE = b"--output_dir 'out put' --seed 7 # first\n--bf16\n --fsdp \"full_shard auto_wrap\"\n--label_names a b\n"
 ACCELERATE = b"""compute_environment: LOCAL_MACHINE
 debug: false
 distributed_type: FSDP

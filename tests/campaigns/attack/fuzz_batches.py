@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import mmap
 import os
 import re
@@ -16,15 +16,17 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from attack_counts import EXECUTED, HUNG, OUTSIDE, WRONG_END, Count
+from children import in_child
 from fuzz_bytes import mutated
+from runner import EXECUTED, HUNG, OUTSIDE, WRONG_END, Case, Tally
 
 LIMIT_S = 20  # of one file, most of which take less than a millisecond
 MEMORY_BYTES = 2**30  # that a process may take beyond what it has when it starts
 GROWTH_BYTES = 400 * 2**20  # that all files of a batch together may make it grow by
-BATCH = 4000
+BATCH, BATCH_LIMIT_S = 4000, 3600.0
 _SHOWN = 20
 
 _OF_PYTHON = tuple({*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix})
@@ -70,32 +72,30 @@ class Parser:
     errors: tuple[type[Exception], ...]
 
 
-def fuzz(parser: Parser, number: int, seed: int, jobs: int, folder: Path) -> Count:
-    """Have a parser read `number` changed files and return how that ended."""
-    count = Count(parser.name)
+def cases(parser: Parser, number: int, seed: int, folder: Path) -> Iterator[Case]:
+    """Yield batches of `number` changed files for a parser to read."""
     _warm(parser, folder)
-    waiting = list(range(0, number, BATCH))[::-1]
-    running: dict[int, tuple[int, int, Path, mmap.mmap]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            start = waiting.pop()
-            end = min(number, start - start % BATCH + BATCH)
-            _start(parser, seed, start, end, folder, running)
-        pid, status = os.wait()
-        if pid not in running:
-            continue
-        start, end, result, place = running.pop(pid)
+    for start in range(0, number, BATCH):
+        numbers = range(start, min(number, start + BATCH))
+        label = f"{parser.name}, seed {seed}, {numbers.start} to {numbers.stop}"
+        yield Case(label, partial(_batches, parser, seed, numbers), parser.name)
+
+
+def _batches(parser: Parser, seed: int, numbers: range, folder: Path) -> Tally:
+    """Have a parser read files, in another process after each file by which one ended."""
+    tally, place = Tally(), mmap.mmap(-1, 8)
+    while numbers and len(tally.problems) < _SHOWN:
+        end = in_child(partial(_batch, parser, seed, numbers, place, folder), BATCH_LIMIT_S)
+        if end.answer is not None:
+            problems = [(kind, text) for kind, text in end.answer["problems"]]
+            tally.add(Tally(len(numbers), Counter(end.answer["ends"]), problems))
+            break
         reached = int.from_bytes(place[:8], "little")
-        if os.waitstatus_to_exitcode(status) == 0:
-            _add(count, json.loads(result.read_text("utf-8")), end - start)
-        else:
-            how = f"signal {-code}" if (code := os.waitstatus_to_exitcode(status)) < 0 else f"exit code {code}"
-            kind = HUNG if code == -signal.SIGALRM else WRONG_END
-            count.wrong(kind, f"{parser.name} number {reached} of seed {seed}: the process ended by {how}")
-            count.tried += reached + 1 - start
-            if reached + 1 < end and len(count.problems) < _SHOWN:
-                waiting.append(reached + 1)
-    return count
+        kind = HUNG if end.hung or end.signal == signal.SIGALRM else WRONG_END
+        tally.wrong(kind, f"number {reached}: the process {end}")
+        tally.tried += reached + 1 - numbers.start
+        numbers = range(reached + 1, numbers.stop)
+    return tally
 
 
 def _warm(parser: Parser, folder: Path) -> None:
@@ -118,48 +118,27 @@ def _warm(parser: Parser, folder: Path) -> None:
         raise RuntimeError(f"{parser.name}: every file is refused before it is changed")
 
 
-def _start(
-    parser: Parser, seed: int, start: int, end: int, folder: Path, running: dict[int, tuple[int, int, Path, mmap.mmap]]
-) -> None:
-    place = mmap.mmap(-1, 8)
-    result = folder / f"{start}.json"
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        running[pid] = start, end, result, place
-        return
-    code = 1
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        own = tempfile.mkdtemp(dir=folder)
-        os.chdir(own)
-        result.write_text(json.dumps(_batch(parser, seed, start, end, place)), "utf-8")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _batch(parser: Parser, seed: int, start: int, end: int, place: mmap.mmap) -> dict[str, object]:
-    global _seen
+def _batch(parser: Parser, seed: int, numbers: range, place: mmap.mmap, folder: Path) -> dict[str, object]:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    logging.disable(logging.CRITICAL)
+    os.chdir(tempfile.mkdtemp(dir=folder))
     sys.addaudithook(_audit)
     limit_memory()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ends: Counter[str] = Counter()
     problems: list[tuple[str, str]] = []
-    for number in range(start, end):
+    for number in numbers:
         place[:8] = number.to_bytes(8, "little")
         signal.alarm(LIMIT_S)
         data = mutated(seed * 10**9 + number, parser.seeds, parser.tokens)
         ending, kind = _read(parser, data, number)
         ends[ending if kind is None else "problem"] += 1
         if kind is not None and len(problems) < _SHOWN:
-            problems.append((kind, f"{parser.name} number {number} of seed {seed}: {ending}"))
+            problems.append((kind, f"number {number}: {ending}"))
     signal.alarm(0)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
     if grown > GROWTH_BYTES:
-        problems.append((HUNG, f"{parser.name} {start} to {end} of seed {seed}: memory grew by {grown:,} bytes"))
+        problems.append((HUNG, f"memory grew by {grown:,} bytes"))
     return {"ends": ends, "problems": problems}
 
 
@@ -203,16 +182,11 @@ def is_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _add(count: Count, result: dict, tried: int) -> None:
-    count.tried += tried
-    count.ends.update(result["ends"])
-    for kind, text in result["problems"]:
-        count.wrong(kind, text)
-
-
 @contextlib.contextmanager
-def fast_folder(fallback: Path) -> Iterator[Path]:
-    """Give a folder in memory where there is one."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else fallback) as folder:
-        yield Path(folder)
+def silence() -> Iterator[None]:
+    """Have nothing logged in the block."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -10,9 +10,9 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
-from attack_counts import OUTSIDE, WRONG_END, Count
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from runner import OUTSIDE, WRONG_END, Tally
 
 from tr_ckpt import CheckpointError
 from tr_ckpt.testing import is_allowed_name, read_part, write_part
@@ -49,56 +49,56 @@ STATES = st.recursive(
 )
 
 
-def names(number: int, seed: int) -> Count:
+def names(number: int, seed: int) -> Tally:
     """Draw names, and make a file of each that is taken."""
-    count = Count("names")
+    tally = Tally()
     with tempfile.TemporaryDirectory() as held:
         inside = Path(held).resolve() / "inside"
 
         def judge(name: str) -> None:
-            count.tried += 1
+            tally.tried += 1
             if not is_allowed_name(name):
-                count.ends["refused"] += 1
+                tally.ends["refused"] += 1
                 return
-            count.ends["inside"] += 1
+            tally.ends["inside"] += 1
             place = inside / name
             windows = PureWindowsPath("C:/inside", name)
             if not place.resolve().is_relative_to(inside) or place == inside or "C:\\inside\\" not in f"{windows}":
-                count.wrong(OUTSIDE, f"{name!r} leads outside")
+                tally.wrong(OUTSIDE, f"{name!r} leads outside")
             if windows.is_reserved() or any(part in ("..", ".") for part in windows.parts):
-                count.wrong(OUTSIDE, f"{name!r} leads elsewhere on Windows")
-            if count.tried % 10 == 0:
+                tally.wrong(OUTSIDE, f"{name!r} leads elsewhere on Windows")
+            if tally.tried % 10 == 0:
                 made = (
-                    inside / str(count.tried) / name
+                    inside / str(tally.tried) / name
                 )  # each beside the others: one may be a file, and another's folder
                 made.parent.mkdir(parents=True)
                 made.write_bytes(b"")
 
         _draw(NAMES, judge, number, seed)
-    return count
+    return tally
 
 
-def states(number: int, seed: int) -> Count:
+def states(number: int, seed: int) -> Tally:
     """Draw states, and save and read each."""
-    count = Count("states")
+    tally = Tally()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as held:
 
         def judge(state: Any) -> None:
-            count.tried += 1
-            folder = Path(held) / str(count.tried)
+            tally.tried += 1
+            folder = Path(held) / str(tally.tried)
             folder.mkdir()
             try:
                 write_part(folder, "part", state)
             except CheckpointError:
-                count.ends["refused"] += 1
+                tally.ends["refused"] += 1
                 return
             back = read_part(folder, "part")
             if not same(state, back):
-                count.wrong(WRONG_END, f"{state!r:.300} became {back!r:.300}")
-            count.ends["came back"] += 1
+                tally.wrong(WRONG_END, f"{state!r:.300} became {back!r:.300}")
+            tally.ends["came back"] += 1
 
         _draw(STATES, judge, number, seed)
-    return count
+    return tally
 
 
 def _draw(strategy: Any, judge: Callable[[Any], None], number: int, seed: int) -> None:

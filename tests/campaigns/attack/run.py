@@ -1,28 +1,27 @@
-"""Attack checkpoints, inputs and processes, and count what was lost, executed, written outside, hung or ended wrongly.
-
-`python run.py` prints a table, a line a group, and exits with 1 if anything went wrong. `--quick` does a
-part of each attack, `--only NAME` one attack, `--keep` leaves the folders.
-"""
+"""Attack checkpoints, inputs and processes, and count what was lost, executed, written outside or ended wrongly."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import gc
 import importlib
+import io
 import os
-import shutil
-import signal
 import sys
-import tempfile
-import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "robustness"))
 
-from attack_counts import KINDS, Count, Options
+import failing_disk
+from runner import EXECUTED, HUNG, LOST, OUTSIDE, WRONG_END, Campaign, Case, Group, Options, main
 
-# Each is a module `attack_NAME` beside this file, whose function `attack(options)` yields a `Count` for each group.
+# Each is a module `attack_NAME` beside this file, whose function `cases(options)` yields what is tried.
 ATTACKS: dict[str, str] = {
     "storage": "every operation on files fails, for a moment and for good, on one process and on ranks",
     "schedules": "random read and write errors, kills and resumes, one after the other",
@@ -35,60 +34,32 @@ ATTACKS: dict[str, str] = {
     "ranks": "a rank that raises, ends or is slow, in each place",
     "mutations": "checks taken out one at a time: an attack or a test must notice",
 }
-
-SHOWN = 10  # problems that are printed of each group
-WIDTHS = (28, 9, *(len(kind) + 2 for kind in KINDS))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Do the attacks and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0],
-        epilog="\n".join(f"{name:<12} {what}" for name, what in ATTACKS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--only", action="append", choices=ATTACKS, help="one attack; may be given again")
-    parser.add_argument("--quick", action="store_true", help="a part of each attack")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (default 1)")
-    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes that share the work")
-    parser.add_argument("--keep", action="store_true", help="leave the folders")
-    options = parser.parse_args(arguments)
-    # Under nohup, or behind a shell's `&`, these would be ignored here and in all that is started.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    root = Path(os.path.realpath(tempfile.mkdtemp(prefix="attack-")))
-    try:
-        return _attacks(root, options)
-    finally:
-        if options.keep:
-            print(f"kept: {root}")
-        else:
-            shutil.rmtree(root, ignore_errors=True)
+TRAINING = ("storage", "schedules", "conditions")  # which train in forks of this process
+# What runs import when they need it: seconds, which every fork would take.
+IMPORTED_LATE = ("torch._dynamo", "torch.distributed", "torch.nn.parallel", "tr_dist.ddp")
 
 
-def _attacks(root: Path, options: argparse.Namespace) -> int:
-    _line(["group", "tried", *KINDS, "ends"])
-    counts: list[Count] = []
-    for name in options.only or ATTACKS:
-        folder = root / name
-        folder.mkdir()
-        began = time.monotonic()
-        attack = importlib.import_module(f"attack_{name}").attack
-        for count in attack(Options(folder, options.seed, options.jobs, options.quick)):
-            _line(count.row())
-            for kind, text in count.problems[:SHOWN]:
-                print(f"  {kind.upper()} {text}", flush=True)
-            counts.append(count)
-        print(f"  {name}: {time.monotonic() - began:.0f} s", flush=True)
-    problems = sum(len(count.problems) for count in counts)
-    print(f"attacks {sum(count.tried for count in counts):,}, problems {problems:,}")
-    return 1 if problems else 0
+def prepare(options: Options) -> Options:
+    """Have everything imported that forks of this process need."""
+    if set(options.only or ATTACKS) & set(TRAINING):
+        for module in IMPORTED_LATE:
+            importlib.import_module(module)
+        training = importlib.import_module("crash_training")
+        training.torch.set_num_threads(1)
+        with contextlib.redirect_stdout(io.StringIO()):
+            training.train(options.folder / "warm")
+        gc.collect()
+        gc.freeze()  # forks share its memory for longer
+    return options
 
 
-def _line(cells: list[str]) -> None:
-    aligned = [cell.rjust(width) for cell, width in zip(cells[1:], WIDTHS[1:], strict=False)]
-    print("  ".join([cells[0].ljust(WIDTHS[0]), *aligned, *cells[len(WIDTHS) :]]), flush=True)
+def _cases(name: str, options: Options) -> Iterable[Case]:
+    return importlib.import_module(f"attack_{name}").cases(options)
 
+
+GROUPS = {name: Group(what, partial(_cases, name)) for name, what in ATTACKS.items()}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    failing_disk.preload()
+    kinds = (LOST, EXECUTED, OUTSIDE, HUNG, WRONG_END)
+    sys.exit(main(Campaign("attack", __doc__ or "", GROUPS, ("attacks", "problems"), kinds, prepare)))

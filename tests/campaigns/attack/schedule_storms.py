@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from crash_process import die
+from children import die
+from disk import every_operation
 
-from tr_ckpt.testing import CHANGES, READS, replace_operations, shorten_waits
+from tr_ckpt.testing import CHANGES, READS, shorten_waits
 
 READ_ERRORS = (errno.EIO, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE)
 WRITE_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ESTALE, errno.EROFS)
@@ -70,21 +69,18 @@ class Storm:
     def raging(self) -> Iterator[None]:
         """Let it strike inside the block, which is a process of its own."""
         shorten_waits(DELAYS_S, LIMIT_S)
-        for names, kind in ((CHANGES, "write"), (READS, "read")):
-            replace_operations(partial(self._replaced, kind), names)
-        yield
+        with every_operation(self, (*CHANGES, *READS)):
+            yield
 
-    def _replaced(self, kind: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(first: Path | int, *rest: Any, **options: Any) -> Any:
-            with self._lock:
-                path = self._paths.get(first, "") if isinstance(first, int) else str(first)
-                self._strike(kind, path)
-            result = original(first, *rest, **options)
-            if name in ("open_file", "create"):
-                self._paths[result] = path
-            return result
-
-        return operation
+    def __call__(self, name: str, original: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        with self._lock:
+            first = arguments[0]
+            path = self._paths.get(first, "") if isinstance(first, int) else str(first)
+            self._strike("write" if name in CHANGES else "read", path)
+        result = original(*arguments)
+        if name in ("open_file", "create"):
+            self._paths[result] = path
+        return result
 
     def _strike(self, kind: str, path: str) -> None:
         if not threading.current_thread().name.startswith(self.thread) or self.kind == "none":

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import logging
 import os
 import shutil
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import failing_disk
-import storage_processes
-import torch
-from attack_counts import HUNG, LOST, OUTSIDE, WRONG_END
-from failing_disk import Aim
-from storage_processes import End, in_ranks, note
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
-
-import crash_operations
 import crash_training
+import failing_disk
+import torch
+from children import End, Gathered, in_ranks, note, noted, place_of
+from crash_session import passed_over
+from disk import Breaker, every_operation
+from failing_disk import Aim
+from runner import HUNG, LOST, OUTSIDE, WRONG_END, Tally
 
 from tr_ckpt import Checkpointer
 from tr_ckpt.testing import shorten_waits
@@ -32,29 +27,11 @@ from tr_ckpt.testing import shorten_waits
 STEPS, EVERY, KEPT = 8, 2, 2
 SHORT_DELAYS_S = (0.002, 0.004, 0.006, 0.01, 0.02)  # between attempts to read, in the place of seconds
 INTERRUPTED_AT = 7
-
-Gathered = Callable[[Any], list[Any]]
+LIMIT_S = 60.0  # of a run
 
 
 class Interrupted(BaseException):
     """Ends a run at a step, to be resumed."""
-
-
-@dataclass
-class Result:
-    """What came of one attack.
-
-    Attributes:
-        tried: whether the fault struck.
-        end: in which right way it ended.
-        said: what the ranks said at the end.
-        problems: what went wrong: kind and sentence.
-    """
-
-    tried: bool = True
-    end: str = ""
-    said: str = ""
-    problems: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -78,20 +55,17 @@ class Stage:
 def train_alone(folder: Path, rank: int, gather: Gathered, until: int = 0, **options: Any) -> str:
     """Train with the Trainer; on two ranks with gloo."""
     if options.pop("world_size") > 1:
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
-            TR_RENDEZVOUS_FILE=str(folder.parent / "meet"),
-        )  # fmt: skip
+        os.environ.update(place_of(rank, 2, folder.parent / "meet"))
         options["per_device_train_batch_size"] = 2  # the same number of steps
 
     def watcher(place: str, step: int) -> None:
         if place in (crash_training.COMPLETE, crash_training.SAVED, "in the forward"):
-            note(places=[*storage_processes.noted("places", ()), (place, step)])
+            note(places=[*noted("places", ()), (place, step)])
         if place == crash_training.COMPLETE:
             note(complete=step)
         if place == "at a step's beginning" and until:
-            note(begun=storage_processes.noted("begun", 0) + 1)
-            if storage_processes.noted("begun", 0) == until:
+            note(begun=noted("begun", 0) + 1)
+            if noted("begun", 0) == until:
                 raise Interrupted
 
     crash_training.watch(watcher)
@@ -173,12 +147,12 @@ class Attacked:
         if stage.resumed:
             self.base = self._interrupted()
             self.before = newest(self.base, stage)[0]
-        folder = self.fresh("alone")
+        folder = self.fresh(root / "alone")
         ends = self.run(folder / "run", {rank: Aim(of_files=of_files) for rank in range(stage.world_size)})
         if any(end.answer is None for end in ends):
             raise RuntimeError(f"the run left alone: {'; '.join(map(str, ends))}")
         self.right = [end.answer for end in ends]
-        self.calls = [(end.noted or {})["calls"] for end in ends]
+        self.calls = [end.noted["calls"] for end in ends]
         self.left = listed(folder / "run")
 
     def _interrupted(self) -> Path:
@@ -189,9 +163,9 @@ class Attacked:
             raise RuntimeError(f"the run to be resumed: {'; '.join(map(str, ends))}")
         return folder / "run"
 
-    def fresh(self, name: str) -> Path:
-        folder = self.root / name
-        folder.mkdir()
+    def fresh(self, folder: Path) -> Path:
+        """Return a folder, which is made if it is not there, with what the run goes on from."""
+        folder.mkdir(exist_ok=True)
         if self.base is not None:
             shutil.copytree(self.base, folder / "run")
         return folder
@@ -216,78 +190,73 @@ class Attacked:
             with aimed(run, aims[rank]) if rank in aims else nullcontext():
                 return self.stage.work(run, rank, gather, **options)
 
-        ends = in_ranks(work, self.stage.world_size, run.parent)
+        ends = in_ranks(work, self.stage.world_size, LIMIT_S)
         (run.parent / "meet").unlink(missing_ok=True)
         return ends
 
-    def attack(self, name: str, rank: int, aim: Aim) -> Result:
+    def attack(self, folder: Path, rank: int, aim: Aim) -> Tally:
         """Let one rank's disk fail, and judge the end, what is left, and the end of the run that goes on."""
-        folder = self.fresh(name)
-        run = folder / "run"
+        run = self.fresh(folder) / "run"
         ends = self.run(run, {rank: aim})
-        noted = ends[rank].noted or {}
-        result = Result(tried=noted.get("struck", 1) > 0)
+        if ends[rank].noted.get("struck", 1) <= 0:
+            return Tally(0, Counter({"did not strike": 1}))
+        result = Tally(1)
         self.judge(result, folder, ends)
-        label = f"rank {rank}, {aim}, at {noted.get('where')}"
-        result.said = "; ".join(f"{end.error.split()[0]}: {end.text}" for end in ends if end.error)
-        result.problems = [(kind, f"{label}: {text}") for kind, text in result.problems]
+        result.problems = [(kind, f"at {ends[rank].noted.get('where')}: {text}") for kind, text in result.problems]
         if result.problems:  # left to be looked at
-            printed = "\n".join(f"{end}\n{end.output}" for end in ends)
-            (folder / "problems.txt").write_text("\n".join(text for _, text in result.problems) + "\n" + printed)
-        else:
-            shutil.rmtree(folder)
+            (folder / "printed.txt").write_text("\n".join(f"{end}\n{end.output}" for end in ends))
         return result
 
-    def judge(self, result: Result, folder: Path, ends: list[End]) -> None:
+    def judge(self, result: Tally, folder: Path, ends: list[End]) -> None:
         run = folder / "run"
         self._judge_end(result, folder, ends)
-        complete = max([self.before, *((end.noted or {}).get("complete", 0) for end in ends)])
+        complete = max([self.before, *(end.noted.get("complete", 0) for end in ends)])
         found, said = newest(run, self.stage)
         if found < complete:
-            result.problems.append((LOST, f"{complete} was complete, and {found} is what is left; {said}"))
+            result.wrong(LOST, f"{complete} was complete, and {found} is what is left; {said}")
         if names := sorted({path.name for path in folder.iterdir()} - {"run"}):
-            result.problems.append((OUTSIDE, f"{names} were made beside the folder"))
+            result.wrong(OUTSIDE, f"{names} were made beside the folder")
         again = self.run(run, {})
         if [end.answer for end in again] != self.right:
-            result.problems.append((WRONG_END, f"the next run: {'; '.join(map(str, again))}"))
+            result.wrong(WRONG_END, f"the next run: {'; '.join(map(str, again))}")
         elif not result.problems and (left := listed(run)) != self.left:
             self._judge_left(result, folder, left)
 
-    def _judge_end(self, result: Result, folder: Path, ends: list[End]) -> None:
+    def _judge_end(self, result: Tally, folder: Path, ends: list[End]) -> None:
         for number, end in enumerate(ends):
             if end.hung:
-                result.problems.append((HUNG, f"rank {number} did not end within {storage_processes.LIMIT_S} s"))
+                result.wrong(HUNG, f"rank {number} did not end within {LIMIT_S} s")
             elif end.signal:
-                result.problems.append((WRONG_END, f"rank {number} {end}"))
+                result.wrong(WRONG_END, f"rank {number} {end}")
         if all(end.answer is not None for end in ends):
-            result.end = "as if left alone"
+            result.ends["as if left alone"] += 1
             if [end.answer for end in ends] != self.right:
-                result.problems.append((WRONG_END, "it went on and ended otherwise"))
+                result.wrong(WRONG_END, "it went on and ended otherwise")
         elif not result.problems:
-            result.end = "in words"
+            result.ends["in words"] += 1
             if not any(is_in_words(end, folder) for end in ends):
-                result.problems.append((WRONG_END, f"not in words: {'; '.join(map(str, ends))}"))
+                result.wrong(WRONG_END, f"not in words: {'; '.join(map(str, ends))}")
 
-    def _judge_left(self, result: Result, folder: Path, left: list[str]) -> None:
+    def _judge_left(self, result: Tally, folder: Path, left: list[str]) -> None:
         """Judge what is left where the last save had no other after it: more is right, if the next one clears it."""
         if missing := set(self.left) - set(left):
-            result.problems.append((LOST, f"the next run leaves {left}, without {sorted(missing)}"))
-        [end] = in_ranks(lambda rank, gather: _save_once_more(folder / "run", self.stage.parts), 1, folder)
+            result.wrong(LOST, f"the next run leaves {left}, without {sorted(missing)}")
+        [end] = in_ranks(lambda rank, gather: _save_once_more(folder / "run", self.stage.parts), 1)
         after = listed(folder / "run")
         if end.answer is None or any(name.startswith(".") for name in after) or f"checkpoint-{STEPS}" not in after:
-            result.problems.append((WRONG_END, f"left are {left}, and after one more save ({end}) {after}"))
+            result.wrong(WRONG_END, f"left are {left}, and after one more save ({end}) {after}")
 
 
 @contextmanager
 def aimed(run: Path, aim: Aim) -> Iterator[None]:
     """Let calls, or operations on files, be struck in the block, and note which were."""
     if aim.of_files:
-        operations = Operations(aim)
-        with crash_operations.every_operation(operations):
+        breaker = Breaker(aim.at, "error", aim.times, aim.error)
+        with every_operation(breaker):
             try:
                 yield
             finally:
-                note(struck=operations.struck, where=operations.where.replace(str(run), "run"), calls=operations.done)
+                note(struck=breaker.struck, where=breaker.where.replace(str(run), "run"), calls=breaker.done)
         return
     if not failing_disk.is_here():  # where nothing can be compiled
         note(calls=[])
@@ -301,26 +270,6 @@ def aimed(run: Path, aim: Aim) -> Iterator[None]:
         note(struck=number, where=where.replace(str(run), "run"))
         if not aim.at:
             note(calls=failing_disk.calls())
-
-
-class Operations:
-    """Lets operations on files fail, where no library can be preloaded, and needs no compiler."""
-
-    def __init__(self, aim: Aim) -> None:
-        self.aim = aim
-        self.done: list[str] = []
-        self.struck = 0
-        self.where = ""
-
-    def __call__(self, name: str, original: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        self.done.append(name)
-        number, aim = len(self.done), self.aim
-        if aim.at and number >= aim.at and (aim.times < 0 or number < aim.at + aim.times):
-            self.struck += 1
-            self.where = self.where or f"{name} {arguments[-1 if name == 'sync' else 0]}"
-            code = getattr(errno, aim.error)
-            raise OSError(code, os.strerror(code))
-        return original(*arguments)
 
 
 def _save_once_more(run: Path, parts: tuple[str, ...]) -> bool:
@@ -350,18 +299,3 @@ def newest(run: Path, stage: Stage) -> tuple[int, list[str]]:
             return Checkpointer(run).restore(parts) or 0, said
         except (OSError, ValueError) as error:
             return 0, [*said, f"{type(error).__name__}: {error}"]
-
-
-@contextmanager
-def passed_over() -> Iterator[list[str]]:
-    """Collect what tr_ckpt says, and keep it off the screen."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("tr_ckpt")
-    before = logger.propagate, logger.handlers
-    logger.propagate, logger.handlers = False, [handler]
-    try:
-        yield said
-    finally:
-        logger.propagate, logger.handlers = before

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crash_operations import Breaker, every_operation
+from children import End, die, in_child
 from crash_order import MANIFEST
-from crash_process import Outcome, die, in_child
-from crash_session import NEW_RUN, Alone, Fault, Session, Tally, as_alone, newest, passed_over, run_alone
+from crash_session import NEW_RUN, Alone, Session, as_alone, newest, passed_over, run_alone
 from crash_training import train, watch
+from disk import Breaker, every_operation
+from runner import Case, Tally
 
 from tr_ckpt import Checkpointer
 
@@ -21,7 +22,7 @@ CLEARING_SHARE, RETENTION_SHARE = 2, 5
 WAY = {False: "synchronous", True: "asynchronous"}
 
 
-def training(folder: Path, breaker: Breaker, **options: Any) -> Outcome:
+def training(folder: Path, breaker: Breaker, **options: Any) -> End:
     """Train in a process of its own whose operations `breaker` decides about."""
 
     def work() -> str:
@@ -31,7 +32,7 @@ def training(folder: Path, breaker: Breaker, **options: Any) -> Outcome:
     return in_child(work)
 
 
-def killed_at(folder: Path, place: str, times: int, **options: Any) -> Outcome:
+def killed_at(folder: Path, place: str, times: int, **options: Any) -> End:
     """Train in a process that dies when it reaches `place` for the `times`-th time."""
 
     def work() -> str:
@@ -79,14 +80,14 @@ def go_on(session: Session, run: Path, *, kept: tuple[str, ...] = (), **options:
     return ""
 
 
-def judge_death(session: Session, run: Path, first: Outcome, at_least: int, **options: Any) -> str:
+def judge_death(session: Session, run: Path, first: End, at_least: int, **options: Any) -> str:
     """Judge a process that should have been killed, and the run that goes on after it."""
     if not first.killed:
         return f"the fault did not strike: the run {first}"
     return judge_what_is_left(session, run, at_least) or go_on(session, run, **options)
 
 
-def kills_before_operations(session: Session, mode: str) -> Iterator[Fault]:
+def kills_before_operations(session: Session, mode: str) -> Iterator[Case]:
     """Yield a kill before every operation of a run (`kill`), or in the middle of every write (`tear`)."""
     for asynchronous, alone in session.alone.items():
         for at, name in enumerate(alone.operations, 1):
@@ -101,21 +102,21 @@ def kills_before_operations(session: Session, mode: str) -> Iterator[Fault]:
                 )
 
             when = "before" if mode == "kill" else "in the middle of"
-            yield Fault(f"killed {when} operation {at}, {name}, {WAY[asynchronous]}", work)
+            yield Case(f"killed {when} operation {at}, {name}, {WAY[asynchronous]}", work)
 
 
-def counted_exactly(session: Session) -> Iterator[Fault]:
+def counted_exactly(session: Session) -> Iterator[Case]:
     """Yield a kill after the last operation, which must not strike: or not all were counted."""
     for asynchronous, alone in session.alone.items():
 
         def work(folder: Path, asynchronous: bool = asynchronous, alone: Alone = alone) -> Tally:
             first = training(folder / NEW_RUN, Breaker(len(alone.operations) + 1), asynchronous=asynchronous)
-            return Tally(0, [f"the run {first}"] if first.answer != session.end else [])
+            return Tally.of(f"the run {first}" if first.answer != session.end else "", 0)
 
-        yield Fault(f"a kill after the last operation, {WAY[asynchronous]}", work)
+        yield Case(f"a kill after the last operation, {WAY[asynchronous]}", work)
 
 
-def kills_at_places(session: Session) -> Iterator[Fault]:
+def kills_at_places(session: Session) -> Iterator[Case]:
     """Yield a kill at every step, at each place that the loop reaches in it."""
     for asynchronous, alone in session.alone.items():
         counted: Counter[str] = Counter()
@@ -131,7 +132,7 @@ def kills_at_places(session: Session) -> Iterator[Fault]:
                 at_least = 0 if asynchronous else saved  # else it may not be written yet
                 return judge_death(session, run, killed_at(run, place, times, **options), at_least, **options)
 
-            yield Fault(f"killed {place}, the {counted[place]}. time, {WAY[asynchronous]}", work)
+            yield Case(f"killed {place}, the {counted[place]}. time, {WAY[asynchronous]}", work)
 
 
 def run_until(folder: Path, step: int) -> Path:
@@ -152,7 +153,7 @@ def going_back(run: Path) -> dict[str, Any]:
     return {"resume": str(run / "checkpoint-4")}
 
 
-def kills_while_replacing(session: Session) -> Iterator[Fault]:
+def kills_while_replacing(session: Session) -> Iterator[Case]:
     """Yield a kill before every operation of a run that went back and saves a step that is there already."""
     base = run_until(session.root / "base-replacing", 7)
     counted = copied(base, session.root / "counted-replacing")
@@ -164,24 +165,24 @@ def kills_while_replacing(session: Session) -> Iterator[Fault]:
             first = training(run, Breaker(at), **going_back(run))
             return judge_death(session, run, first, 6)
 
-        yield Fault(f"killed before operation {at}, {name}, while step 6 is replaced", work)
+        yield Case(f"killed before operation {at}, {name}, while step 6 is replaced", work)
 
 
-def double_faults(session: Session) -> Iterator[Fault]:
+def double_faults(session: Session) -> Iterator[Case]:
     """Yield kills in the third save, each followed by kills in the clearing up and the retention of the next one."""
     base = run_until(session.root / "base-double", 5)
     counted = copied(base, session.root / "counted-double")
     alone = as_alone(run_alone(counted))
     operations = alone.operations[: alone.saved[0][1]]
     for at, name in enumerate(operations, 1):
-        yield Fault(f"killed before operation {at}, {name}, of the third save", partial(_twice, session, base, at))
+        yield Case(f"killed before operation {at}, {name}, of the third save", partial(_twice, session, base, at))
 
 
 def _twice(session: Session, base: Path, at: int, folder: Path) -> Tally:
     run = copied(base, folder / "run")
     first = training(run, Breaker(at))
     if not first.killed:
-        return Tally(1, [f"the fault did not strike: the run {first}"])
+        return Tally.of(f"the fault did not strike: the run {first}")
     counted = copied(run, folder / "counted")
     alone = as_alone(run_alone(counted))
     if not alone.saved:
@@ -194,8 +195,8 @@ def _twice(session: Session, base: Path, at: int, folder: Path) -> Tally:
     again = [second for second in clearing if (second + at) % CLEARING_SHARE == 0]
     again += [second for second in retention if (second + at) % RETENTION_SHARE == 0]
     chosen = again[:: 5 if session.quick else 1]
-    tally = Tally(seen=Counter({"in the clearing up": len({*chosen} & {*clearing})}))
-    tally.seen["in the retention"] = len(chosen) - tally.seen["in the clearing up"]
+    tally = Tally(ends=Counter({"in the clearing up": len({*chosen} & {*clearing})}))
+    tally.ends["in the retention"] = len(chosen) - tally.ends["in the clearing up"]
     for second in chosen:
         tally.add(_second_fault(session, run, folder / f"second-{second}", second, operations[second - 1]))
     return tally
@@ -205,10 +206,10 @@ def _second_fault(session: Session, run: Path, folder: Path, at: int, name: str)
     again = copied(run, folder)
     problem = judge_death(session, again, training(again, Breaker(at)), 4)
     shutil.rmtree(again)
-    return Tally(1, [f"then killed before operation {at}, {name}: {problem}"] if problem else [])
+    return Tally.of(problem and f"then killed before operation {at}, {name}: {problem}")
 
 
-def failing_disks(session: Session) -> Iterator[Fault]:
+def failing_disks(session: Session) -> Iterator[Case]:
     """Yield an operation that fails, or a disk that is full from there on, at every operation of a run."""
     for asynchronous, alone in session.alone.items():
         for mode, words in (("error", "Input/output error"), ("full", "No space left on device")):
@@ -216,7 +217,7 @@ def failing_disks(session: Session) -> Iterator[Fault]:
                 if asynchronous and at % 2 == (mode == "full"):  # there the one and the other by turns
                     continue
                 work = partial(_failing, session, alone, at, mode, words, asynchronous)
-                yield Fault(f"{words.lower()} at operation {at}, {name}, {WAY[asynchronous]}", work)
+                yield Case(f"{words.lower()} at operation {at}, {name}, {WAY[asynchronous]}", work)
 
 
 def _failing(
@@ -224,18 +225,16 @@ def _failing(
 ) -> Tally:  # fmt: skip
     run = folder / NEW_RUN
     first = training(run, Breaker(at, mode), asynchronous=asynchronous)
-    tally = Tally(1)
     if first.answer is None:
-        tally.seen["ended the run with an error in words"] += 1
+        end, problem = "ended the run with an error in words", ""
         if words not in first.raised:
-            tally.problems.append(f"the run {first}, which does not say {words!r}")
-            return tally
+            return Tally.of(f"the run {first}, which does not say {words!r}")
     else:
-        tally.seen["were tolerated: nothing was lost"] += 1
-        if first.answer != session.end:
-            tally.problems.append("the run went on and ended otherwise")
-    problem = judge_what_is_left(session, run, alone.step_at(at)) or go_on(session, run, asynchronous=asynchronous)
-    tally.problems += [problem] if problem else []
+        end = "were tolerated: nothing was lost"
+        problem = "the run went on and ended otherwise" if first.answer != session.end else ""
+    problem = problem or judge_what_is_left(session, run, alone.step_at(at))
+    tally = Tally.of(problem or go_on(session, run, asynchronous=asynchronous))
+    tally.ends[end] += 1
     return tally
 
 
@@ -256,7 +255,7 @@ def _flipped(content: bytes, at: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
 
 
-def damages(session: Session) -> Iterator[Fault]:
+def damages(session: Session) -> Iterator[Case]:
     """Yield damages of each file of the newest checkpoint: it must be skipped by name, and the end be the same."""
     base = run_until(session.root / "base-damage", 7)
     for path in sorted((base / "checkpoint-6").rglob("*")):
@@ -264,7 +263,7 @@ def damages(session: Session) -> Iterator[Fault]:
             continue
         for kind, damage in DAMAGES.items():
             file = path.relative_to(base).as_posix()
-            yield Fault(f"{file}: {kind}", partial(_damaged, session, base, file, damage))
+            yield Case(f"{file}: {kind}", partial(_damaged, session, base, file, damage))
 
 
 def _damaged(

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from children import in_child
 from crash_kills import damages, kills_at_places, kills_while_replacing
 from crash_operations import LOCK, Event
 from crash_order import MANIFEST, out_of_order
 from crash_power_cut import Recording, cut, record, recoveries, recovery
-from crash_process import in_child
-from crash_session import Fault, Session, Tally
+from crash_session import Session
 from crash_training import PARTS
+from runner import Case, Tally
 
 import tr_ckpt
 from tr_ckpt import Checkpointer, files, tensor_file
@@ -199,19 +200,19 @@ def visited(events: list[Event]) -> set[Site]:
     }
 
 
-def reduced(session: Session, folder: Path) -> Iterator[tuple[str, list[Fault]]]:
+def reduced(session: Session, folder: Path) -> Iterator[tuple[str, list[Case]]]:
     """Yield the campaigns, each cut down to what a change for the worse is most likely seen by."""
     folder.mkdir()
-    ahead = Session(folder, 1, True, alone=session.alone)
+    ahead = Session(folder, True, alone=session.alone)
 
-    def cuts(name: str, recording: Recording) -> list[Fault]:
+    def cuts(name: str, recording: Recording) -> list[Case]:
         told = [number + 1 for number, event in enumerate(recording.events) if event.kind == "promise"]
         renamed = [number + 1 for number, event in enumerate(recording.events) if event.kind == "rename"]
         points = [range(number, number + 1) for number in (*told, *renamed)]
-        return [Fault(name, partial(cut, ahead, recording, each)) for each in points]
+        return [Case(name, partial(cut, ahead, recording, each)) for each in points]
 
     plain = record(folder / "recorded", "a run")
-    yield "order of operations", [Fault("order", lambda folder: _in_order(plain.events))]
+    yield "order of operations", [Case("order", lambda folder: _in_order(plain.events))]
     yield "power cut", cuts("power cut", plain)
     yield (
         "power cut after a kill",
@@ -255,21 +256,21 @@ def caught(session: Session, mutation: Mutation | None, folder: Path) -> list[st
     return outcome.answer
 
 
-def mutants(session: Session) -> Iterator[Fault]:
+def mutants(session: Session) -> Iterator[Case]:
     """Yield each mutation as a fault that the reduced campaigns must notice, and none, which they must not."""
     on_the_path = visited([*record(session.root / "recorded-sites", "a run").events, *recovery(session)])
 
     def unmutated(folder: Path) -> Tally:
         noticed = caught(session, None, folder)
-        return Tally(0, [f"without any mutation {noticed} notice something"] if noticed else [])
+        return Tally.of(f"without any mutation {noticed} notice something" if noticed else "", 0)
 
-    yield Fault("no mutation", unmutated)
+    yield Case("no mutation", unmutated)
     for mutation in mutations(on_the_path):
 
         def work(folder: Path, mutation: Mutation = mutation) -> Tally:
             noticed = caught(session, mutation, folder)
             if not noticed:
-                return Tally(1, ["nothing notices it"])
-            return Tally(1, seen=Counter({f"{mutation.name}: noticed by {', '.join(noticed)}": 1}))
+                return Tally.of("nothing notices it")
+            return Tally(1, Counter({f"{mutation.name}: noticed by {', '.join(noticed)}": 1}))
 
-        yield Fault(mutation.name, work)
+        yield Case(mutation.name, work)

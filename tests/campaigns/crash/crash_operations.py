@@ -1,73 +1,18 @@
-"""Count, record and break the operations by which tr_ckpt changes the file system."""
+"""Record the operations by which tr_ckpt changes the file system."""
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crash_process import die
-
-from tr_ckpt.testing import replace_operations
+from disk import Breaker
 
 LOCK = ".run-lock.json"  # of the run, in the folder of its checkpoints
-
-# What needs space on the disk.
-NEEDS_SPACE = ("make_folder", "create", "write", "sync", "link")
-
-
-@dataclass
-class Breaker:
-    """Replaces every operation that changes files, in all threads, and lets the n-th fail.
-
-    Args:
-        at: number of the operation that fails, from 1; None lets all pass.
-        mode: `kill` ends the process before the operation, `tear` in the middle of a write, `error` fails this one
-            operation, `full` leaves no space for this and all later ones that need some.
-    """
-
-    at: int | None = None
-    mode: str = "kill"
-    done: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __call__(self, name: str, original: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        with self._lock:
-            self.done.append(name)
-            number = len(self.done)
-        if self.at is not None and number >= self.at:
-            self._fail(name, arguments, first=number == self.at)
-        return original(*arguments)
-
-    def _fail(self, name: str, arguments: tuple[Any, ...], *, first: bool) -> None:
-        if self.mode in ("kill", "tear"):
-            if self.mode == "tear" and name == "write":
-                _write_half(arguments)
-            die()
-        if self.mode == "full" and name in NEEDS_SPACE:
-            if first and name == "write":
-                _write_half(arguments)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if self.mode == "error" and first:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-@contextmanager
-def every_operation(hook: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Call `hook(name, original, arguments)` in place of each operation."""
-    undo = replace_operations(lambda name, original: lambda *arguments: hook(name, original, arguments))
-    try:
-        yield
-    finally:
-        undo()
 
 
 @dataclass(frozen=True)
@@ -119,7 +64,7 @@ class Recorder:
     def __call__(self, name: str, original: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         with self._lock:
             self._look_around()
-            if self.inner.at is not None and len(self.inner.done) + 1 >= self.inner.at and self.dying is not None:
+            if self.inner.at and len(self.inner.done) + 1 >= self.inner.at and self.dying is not None:
                 self.dying()
             result = self.inner(name, original, arguments)
             self._note(name, arguments, result)
@@ -155,8 +100,3 @@ class Recorder:
             self.events.append(Event("found_folder", str(path)))
         else:
             self.events.append(Event("found_file", str(path), inode=path.stat().st_ino, data=path.read_bytes()))
-
-
-def _write_half(arguments: tuple[Any, ...]) -> None:
-    descriptor, data = arguments
-    os.write(descriptor, data[: len(data) // 2])

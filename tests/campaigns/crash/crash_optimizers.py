@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from crash_kills import kills_at_places, kills_before_operations
 from crash_ranks import WORLD_SIZE, kills_of_ranks
-from crash_session import Fault, Session
+from crash_session import Session
 from crash_training import NEW_BASIS
 from optimizer_settings import SETTINGS, Setting
+from runner import Case
 
 IN_SAVES = 10  # one of so many operations of a save is one that a kill precedes
 PLACES_OF_RANKS = 3  # one of so many places is one where a rank is killed
@@ -29,7 +27,7 @@ def arguments(setting: Setting, world_size: int = 1) -> dict[str, Any]:
     }
 
 
-def each_optimizer(session: Session) -> Iterator[Fault]:
+def each_optimizer(session: Session) -> Iterator[Case]:
     """Yield kills at every place of a run of each optimizer, and before operations of its saves."""
     for number, setting in enumerate(SETTINGS):
         own = _session_of(session, setting)
@@ -37,13 +35,13 @@ def each_optimizer(session: Session) -> Iterator[Fault]:
         if setting.keeps_bases:
             problems += _bases(own)
         if problems:
-            yield Fault(f"{setting}, left alone", lambda folder, problems=problems: "; ".join(problems))
+            yield Case(f"{setting}, left alone", lambda folder, problems=problems: "; ".join(problems))
         in_saves = list(kills_before_operations(own, "kill"))[number % IN_SAVES :: IN_SAVES]
         for fault in [*kills_at_places(own), *in_saves]:
             yield replace(fault, label=f"{setting}, {fault.label}")
 
 
-def each_optimizer_on_ranks(session: Session) -> Iterator[Fault]:
+def each_optimizer_on_ranks(session: Session) -> Iterator[Case]:
     """Yield kills of two ranks together, for the optimizers that consume gradients while they are computed."""
     for setting in SETTINGS:
         if setting.in_backward:
@@ -53,10 +51,10 @@ def each_optimizer_on_ranks(session: Session) -> Iterator[Fault]:
 
 
 def _session_of(session: Session, setting: Setting, world_size: int = 1) -> Session:
-    # As deep as the other session, in whose folder its faults happen: what is synced above a run counts as operations.
+    # As deep as the other session, in whose folder its cases happen: what is synced above a run counts as operations.
     root = session.root.with_name(f"{session.root.name} {setting} on {world_size}".replace(" ", "-"))
     root.mkdir()
-    return Session(root, session.jobs, session.quick, arguments(setting, world_size))
+    return Session(root, session.quick, arguments(setting, world_size))
 
 
 def _bases(session: Session) -> list[str]:

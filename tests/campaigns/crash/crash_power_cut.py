@@ -12,12 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from children import End, in_child
 from crash_disk import Disk, Tree
 from crash_kills import copied, go_on, going_back, run_until, training
-from crash_operations import LOCK, Breaker, Event, Recorder, every_operation
-from crash_process import Outcome, in_child
-from crash_session import Fault, Session, Tally, newest
+from crash_operations import LOCK, Event, Recorder
+from crash_session import Session, newest
 from crash_training import COMPLETE, train, watch
+from disk import Breaker, every_operation
+from runner import WRONG_END, Case, Tally
+
+from tr_ckpt.testing import CHANGES
 
 # So many points are one fault's work; and of so many different disks one is trained on from, to the end.
 CHUNK = 20
@@ -47,7 +51,7 @@ class Recording:
     promised: int = 0
 
 
-def recorded(root: Path, run: Path, breaker: Breaker | None = None, **options: Any) -> tuple[list[Event], Outcome]:
+def recorded(root: Path, run: Path, breaker: Breaker | None = None, **options: Any) -> tuple[list[Event], End]:
     """Train in a process of its own and return what it did to the disk, also if `breaker` killed it."""
     kept = root.parent / "events.pickle"
     kept.unlink(missing_ok=True)
@@ -106,10 +110,10 @@ class Judge:
 
     def judge(self, tree: Tree, promised: int) -> None:
         """Count a disk, and what is wrong with it."""
-        self.tally.faults += 1
+        self.tally.tried += 1
         key = hash(frozenset(tree.items()))
         if key not in self._known:
-            self.tally.seen["different disks"] += 1
+            self.tally.ends["different disks"] += 1
             self._known[key] = self._restore(tree)
             if self._chance.random() < 1 / TRAINED and not self._known[key][1]:
                 self._train(tree)
@@ -117,7 +121,7 @@ class Judge:
         if not problem and step < promised:
             problem = f"step {step} is restored, though {promised} was promised to be safe"
         if problem:
-            self.tally.problems.append(f"{problem}, from {self._describe(tree)}")
+            self.tally.wrong(WRONG_END, f"{problem}, from {self._describe(tree)}")
 
     def _restore(self, tree: Tree) -> tuple[int, str]:
         place = self.folder / "linked"
@@ -137,10 +141,10 @@ class Judge:
     def _train(self, tree: Tree) -> None:
         place = self.folder / "copied"
         self._put(tree, place, linked=False)
-        self.tally.seen["trained on to the end"] += 1
+        self.tally.ends["trained on to the end"] += 1
         problem = go_on(self.session, place / self.recording.run, asynchronous=self.recording.asynchronous)
         if problem:
-            self.tally.problems.append(f"{problem}, from {self._describe(tree)}")
+            self.tally.wrong(WRONG_END, f"{problem}, from {self._describe(tree)}")
         shutil.rmtree(place)
 
     def _put(self, tree: Tree, place: Path, *, linked: bool) -> None:
@@ -173,7 +177,9 @@ def cut(session: Session, recording: Recording, points: range, folder: Path) -> 
                 judge.judge(tree, promised)
             if event is not None and len(judge.tally.problems) > before:
                 fresh = judge.tally.problems[before:]
-                judge.tally.problems[before:] = [f"before {event.kind}, the {number}. event: {text}" for text in fresh]
+                judge.tally.problems[before:] = [
+                    (kind, f"before {event.kind}, the {number}. event: {text}") for kind, text in fresh
+                ]
         if event is None or number >= points.stop:
             break
         if event.kind == "promise":
@@ -182,12 +188,12 @@ def cut(session: Session, recording: Recording, points: range, folder: Path) -> 
     return judge.tally
 
 
-def chunks(session: Session, recording: Recording, last: int | None = None) -> Iterator[Fault]:
+def chunks(session: Session, recording: Recording, last: int | None = None) -> Iterator[Case]:
     """Yield cuts at all points of a recording, up to the event `last`."""
     end = len(recording.events) if last is None else last
     for start in range(0, end + 1, CHUNK):
         points = range(start, min(start + CHUNK, end + 1))
-        yield Fault(f"power cut in {recording.name}", partial(cut, session, recording, points))
+        yield Case(f"power cut in {recording.name}", partial(cut, session, recording, points))
 
 
 def recordings(session: Session) -> list[Recording]:
@@ -200,15 +206,15 @@ def recordings(session: Session) -> list[Recording]:
     ]
 
 
-def recoveries(session: Session) -> Iterator[Fault]:
+def recoveries(session: Session) -> Iterator[Case]:
     """Yield cuts in what the next start clears up, after a run that was killed while it replaced a checkpoint."""
     base = run_until(session.root / "base-recovery", 7)
     whole = record(session.root / "recorded-replacing", "counted", base=base, goes_back=True)
-    operations = [event for event in whole.events if event.kind in OPERATION_KINDS]
+    operations = [event for event in whole.events if event.kind in CHANGES]
     first = _renames(operations)[0]
     last = next(number for number, event in enumerate(operations, 1) if number > first and event.kind == "make_folder")
     for at in range(first, last + 1):
-        yield Fault(
+        yield Case(
             f"killed before operation {at}, {operations[at - 1].kind}, while step 6 was replaced, then power cut",
             partial(_recovery, session, base, at),
         )
@@ -218,7 +224,7 @@ def recovery(session: Session) -> list[Event]:
     """Return what a start does to the disk after a run that was killed when it had just replaced a checkpoint."""
     run = run_until(session.root / "base-sites", 7)
     events, _ = recorded(run.parent, run, **going_back(run))
-    operations = [event for event in events if event.kind in OPERATION_KINDS]
+    operations = [event for event in events if event.kind in CHANGES]
     again = run_until(session.root / "base-sites-killed", 7)
     training(again, Breaker(_renames(operations)[1] + 2), **going_back(again))  # that is after the folder was synced
     events, _ = recorded(again.parent, again)
@@ -230,11 +236,6 @@ def _renames(operations: list[Event]) -> list[int]:
     return [n for n, event in enumerate(operations, 1) if event.kind == "rename" and LOCK not in event.path]
 
 
-OPERATION_KINDS = (
-    "make_folder", "create", "write", "sync", "sync_folder", "rename", "link", "remove_file", "remove_folder",
-)  # fmt: skip
-
-
 def _recovery(session: Session, base: Path, at: int, folder: Path) -> Tally:
     disk, before = folder / "disk", folder / "before"
     (disk / "a").mkdir(parents=True)
@@ -242,11 +243,11 @@ def _recovery(session: Session, base: Path, at: int, folder: Path) -> Tally:
     shutil.copytree(disk, before)
     events, first = recorded(disk, run, Breaker(at), **going_back(run))
     if not first.killed:
-        return Tally(1, [f"the fault did not strike: the run {first}"])
+        return Tally.of(f"the fault did not strike: the run {first}")
     killed = len(events)
     more, second = recorded(disk, run)
     if second.answer != session.end:
-        return Tally(1, [f"the next run {second}"])
+        return Tally.of(f"the next run {second}")
     events += more
     # What is cleared away, and a little more, up to the folder of the next save.
     last = next(n for n, event in enumerate(events) if n >= killed and event.kind == "make_folder")

@@ -1,62 +1,21 @@
-"""Share out faults among processes, and know what the run left alone ends with."""
+"""What the run left alone ends with, and what is on a disk after another."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import shutil
-import signal
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crash_operations import Breaker, every_operation
-from crash_process import Outcome, in_child
+from children import End, in_child
 from crash_training import COMPLETE, PARTS, SAVED, digest, held, train, watch
+from disk import Breaker, every_operation
 
 from tr_ckpt import Checkpointer
 
 NEW_RUN = Path("a", "run")  # neither folder is there
-
-STRIDE = 12  # of a quick session: one fault in so many
-
-
-@dataclass
-class Tally:
-    """What came of faults.
-
-    Attributes:
-        faults: how many there were.
-        problems: one text for each that went wrong.
-        seen: other counts, by what they are of.
-    """
-
-    faults: int = 0
-    problems: list[str] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: Tally) -> None:
-        self.faults += other.faults
-        self.problems += other.problems
-        self.seen.update(other.seen)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something to break, and to judge what came of it.
-
-    Attributes:
-        label: what it is, in words.
-        work: does it in a folder of its own; returns what went wrong, empty if nothing did, or a tally of several.
-    """
-
-    label: str
-    work: Callable[[Path], str | Tally]
 
 
 @dataclass(frozen=True)
@@ -86,7 +45,7 @@ class Alone:
         return max((step for step, done in self.complete if done < operation), default=0)
 
 
-def run_alone(folder: Path, **options: Any) -> Outcome:
+def run_alone(folder: Path, **options: Any) -> End:
     """Train in a process of its own, undisturbed; the answer is what `Alone` holds."""
 
     def work() -> dict[str, Any]:
@@ -111,7 +70,7 @@ def run_alone(folder: Path, **options: Any) -> Outcome:
     return in_child(work)
 
 
-def as_alone(outcome: Outcome) -> Alone:
+def as_alone(outcome: End) -> Alone:
     """Return what `run_alone` found.
 
     Raises:
@@ -153,14 +112,12 @@ class Session:
 
     Attributes:
         root: an empty folder.
-        jobs: processes that faults are shared among.
         quick: whether to do a part only.
         options: training arguments of the run, beside those of `crash_training.build`.
         alone: the undisturbed run, by whether it saves asynchronously.
     """
 
     root: Path
-    jobs: int
     quick: bool
     options: dict[str, Any] = field(default_factory=dict)
     alone: dict[bool, Alone] = field(default_factory=dict)
@@ -172,7 +129,7 @@ class Session:
     def prepare(self) -> list[str]:
         """Let the run alone, with either way of saving; returns what is wrong before any fault."""
         for asynchronous in (False, True):
-            # As deep as the faults' runs are: what is synced above it counts as operations too.
+            # As deep as the runs of cases are: what is synced above it counts as operations too.
             folder = self.root / f"alone-{asynchronous}" / "0"
             folder.mkdir(parents=True)  # a killed run makes those of `NEW_RUN` and no more: each is an operation
             self.alone[asynchronous] = as_alone(run_alone(folder / NEW_RUN, asynchronous=asynchronous, **self.options))
@@ -183,69 +140,3 @@ class Session:
         if one.folders != other.folders:
             wrong.append(f"left alone, the runs leave {one.folders} and {other.folders}")
         return wrong
-
-    def chosen(self, faults: Sequence[Fault], stride: int = STRIDE) -> list[Fault]:
-        """Return all faults, or in a quick session every `stride`-th."""
-        return list(faults[:: stride if self.quick else 1])
-
-    def do(self, name: str, faults: Sequence[Fault]) -> Tally:
-        """Let all faults happen, shared among `jobs` processes, and return what came of them."""
-        folder = self.root / name
-        folder.mkdir()
-        pipes = [self._start(folder, faults, job) for job in range(self.jobs)]
-        try:
-            return _collected(pipes)
-        except BaseException:
-            for child, _ in pipes:  # each with the runs that it has started
-                with suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)
-            raise
-
-    def _start(self, folder: Path, faults: Sequence[Fault], job: int) -> tuple[int, int]:
-        receive, send = os.pipe()
-        sys.stdout.flush()
-        child = os.fork()
-        if child:
-            os.close(send)
-            return child, receive
-        code = 1
-        try:
-            os.setpgid(0, 0)
-            with os.fdopen(send, "w") as lines:
-                for number in range(job, len(faults), self.jobs):
-                    tally = _do(faults[number], folder / str(number))
-                    found = {"faults": tally.faults, "problems": tally.problems, "seen": tally.seen}
-                    lines.write(json.dumps(found) + "\n")
-                    lines.flush()
-            code = 0
-        finally:
-            os._exit(code)
-
-
-def _collected(pipes: Sequence[tuple[int, int]]) -> Tally:
-    """Return what processes say of the faults they were given, once all have ended."""
-    total = Tally()
-    for child, pipe in pipes:
-        with os.fdopen(pipe) as lines:
-            for line in lines:
-                found = json.loads(line)
-                total.add(Tally(found["faults"], found["problems"], Counter(found["seen"])))
-        _, status = os.waitpid(child, 0)
-        if status:
-            total.problems.append(f"a process of the session ended with status {status}")
-    return total
-
-
-def _do(fault: Fault, folder: Path) -> Tally:
-    folder.mkdir()
-    try:
-        came = fault.work(folder)
-    except Exception as error:
-        came = f"{type(error).__name__}: {error}"
-    tally = came if isinstance(came, Tally) else Tally(1, [came] if came else [])
-    tally.problems = [f"{fault.label}: {problem}" for problem in tally.problems]
-    if tally.problems:  # left to be looked at
-        (folder / "problems.txt").write_text("\n\n".join(tally.problems))
-    else:
-        shutil.rmtree(folder)
-    return tally

@@ -12,15 +12,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from crash_process import LIMIT_S
-from crash_session import Fault, Session, Tally
+from children import LIMIT_S
+from crash_session import Session
+from runner import WRONG_END, Case, Tally
 
 KILLS = 10
 EPOCHS_A_KILL = 10
 
 SCRIPT = """
 import json, sys, time
-sys.path.insert(0, {here!r})
+sys.path[:] = {path!r}
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
@@ -31,9 +32,9 @@ print(json.dumps({{"end": end}}), flush=True)
 """
 
 
-def true_kills(session: Session) -> Iterator[Fault]:
+def true_kills(session: Session) -> Iterator[Case]:
     """Yield a run of its own program that is killed ten times at random, and compared with one left alone."""
-    yield Fault("kill -9 at random", lambda folder: _until_it_ends(session, folder))
+    yield Case("kill -9 at random", lambda folder: _until_it_ends(session, folder))
 
 
 def _until_it_ends(session: Session, folder: Path) -> Tally:
@@ -48,19 +49,18 @@ def _until_it_ends(session: Session, folder: Path) -> Tally:
         # Late enough to come forward, early enough to be killed so many times.
         if not program.kill_after(took_s * chance.uniform(0.3, 1.2) / kills):
             break
-        tally.faults += 1
+        tally.tried += 1
     end, _ = _Program(folder / "run", epochs).wait_for_end()
     if end != expected or len(end) != len(session.end):
-        tally.problems.append(f"it ends with {end}, not with {expected}")
-    if tally.faults < kills // 2:
-        tally.problems.append(f"it ended after {tally.faults} kills; more were meant")
+        tally.wrong(WRONG_END, f"it ends with {end}, not with {expected}")
+    if tally.tried < kills // 2:
+        tally.wrong(WRONG_END, f"it ended after {tally.tried} kills; more were meant")
     return tally
 
 
 class _Program:
     def __init__(self, run: Path, epochs: int, *, asynchronous: bool = False) -> None:
-        here = str(Path(__file__).parent)
-        code = SCRIPT.format(here=here, run=str(run), epochs=epochs, asynchronous=asynchronous)
+        code = SCRIPT.format(path=sys.path, run=str(run), epochs=epochs, asynchronous=asynchronous)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,

@@ -4,10 +4,12 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from crash_disk import Disk
-from crash_operations import Event, Recorder, every_operation
+from crash_operations import Event, Recorder
+from disk import every_operation
 
 from tr_ckpt.testing import operation
 

@@ -13,7 +13,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import runner
+from children import place_of
 
 RANK_RUN = Path(__file__).parent / "rank_run.py"
 FORKED_RANKS = Path(__file__).parent / "forked_ranks.py"
@@ -80,7 +86,7 @@ class Job:
     def start_ranks(self, world_size: int, arguments: Sequence[object]) -> None:
         """Start every rank by hand, with the variables of a launcher; they meet through a file."""
         for rank in range(world_size):
-            self.start([sys.executable, RANK_RUN, *arguments], **place_of(rank, world_size, self.folder))
+            self.start([sys.executable, RANK_RUN, *arguments], **place_of(rank, world_size, self.folder / "meet"))
 
     def said(self, number: int) -> str:
         """Return what a program has said so far."""
@@ -149,7 +155,7 @@ class Nursery:
         file = folder / "said.txt"
         words = [str(word) for word in arguments]
         ranks = [
-            {"variables": place_of(rank, world_size, folder), "arguments": words, "said": str(file)}
+            {"variables": place_of(rank, world_size, folder / "meet"), "arguments": words, "said": str(file)}
             for rank in range(world_size)
         ]
         assert self._program.stdin is not None
@@ -175,13 +181,16 @@ class Nursery:
         return line
 
 
-def place_of(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    """Return the variables of a launcher for one rank; they meet through a file in `folder`."""
-    place = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": 0, "TR_RENDEZVOUS_FILE": folder / "meet",
-    }  # fmt: skip
-    return {name: str(value) for name, value in place.items()}
+def nursery(program: Path = RANK_RUN) -> Nursery:
+    """Return the nursery of this process, which ends when that has done its cases."""
+    return _nursery(program, os.getpid())
+
+
+@cache
+def _nursery(program: Path, pid: int) -> Nursery:
+    made = Nursery(program)
+    runner.at_end.append(made.__exit__)
+    return made
 
 
 def marked(mark: str) -> list[int]:
