@@ -250,6 +250,14 @@ def test_a_model_with_methods_for_it_is_switched_on_and_off_by_them():
     assert newer.calls == [({"use_reentrant": False, "preserve_rng_state": False}, 3, False), "disabled too"]
 
 
+@pytest.mark.parametrize(("device", "offload"), [("cpu", False), ("cuda", True)])
+def test_a_model_is_asked_to_move_what_it_keeps_only_from_another_device_than_the_host(device, offload):
+    model = SwitchesToo()
+    with checkpointed_activations(model, torch.device(device), {"offload": True}):
+        pass
+    assert model.calls[0] == ({"use_reentrant": False}, 1, offload)
+
+
 def test_options_that_the_methods_of_a_model_do_not_take_are_refused():
     with (
         pytest.raises(ValueError, match="gradient_checkpointing_enable takes no every_n_layers"),

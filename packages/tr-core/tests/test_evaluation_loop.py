@@ -50,6 +50,17 @@ def test_the_loss_of_nine_samples_in_batches_of_eight_is_the_true_mean(make_trai
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_batch_of_unknown_size_counts_no_samples(make_trainer):
+    class OfNumbers(nn.Module):
+        def forward(self, x, labels):
+            return {"loss": x - labels}
+
+    trainer = make_trainer(model=OfNumbers())
+    output = trainer.evaluation_loop([{"x": torch.tensor(3.0), "labels": torch.tensor(1.0)}] * 3, "by hand")
+    assert output.num_samples == 0
+    assert np.isnan(output.metrics["eval_loss"])  # its mean would need their weights
+
+
 def test_metrics_are_prefixed_once_and_numbers_are_plain(make_trainer):
     def metrics(prediction):
         return {"accuracy": np.float32(0.5), "eval_done": torch.tensor(3), "nested": {"x": np.int64(2)}}

@@ -230,12 +230,16 @@ def test_continuing_an_epoch_in_another_order_is_refused(make_trainer, orders):
 
 def test_measuring_shows_how_far_it_is_on_the_first_rank_alone(make_trainer, monkeypatch):
     shown = []
-    monkeypatch.setattr(
-        "tr_core.data.loaders.measure_lengths", lambda *given, show: shown.append(show) or some_lengths(20)
-    )
+
+    def progress(rows, *, total, description, disable):
+        shown.append((total, description, not disable))
+        return rows
+
+    monkeypatch.setattr("tr_core.data.length_grouping.progress", progress)
+    rows = [{"input_ids": [1] * (i % 5 + 1)} for i in range(20)]
     for quiet in (False, True):
-        trainer = make_trainer(20, train_sampling_strategy="group_by_length", disable_tqdm=quiet)
+        trainer = make_trainer(train_dataset=rows, train_sampling_strategy="group_by_length", disable_tqdm=quiet)
         trainer.get_train_dataloader()
         trainer.strategy.rank = 1
         trainer.get_train_dataloader()
-    assert shown == [True, False, False, False]
+    assert shown == [(20, "measuring lengths", is_shown) for is_shown in (True, False, False, False)]

@@ -1,4 +1,4 @@
-"""Schedules: their values at steps where these are known by hand, and what they refuse."""
+"""Schedules: the rates of groups, and what is refused; `tests/parity` compares their values."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from tr_core import get_scheduler
 from tr_core.optim.schedules import FOLLOW_METRIC
 
 
-# name, lengths, options, and the multiplier at some steps; the base rate is 2.
 def test_each_group_has_its_own_rate_also_one_that_comes_later():
     first, second, third = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 2.0}, {"params": [second], "lr": 3.0}])

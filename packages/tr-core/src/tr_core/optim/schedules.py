@@ -27,7 +27,7 @@ Multiplier = Callable[..., float]
 def linear(step: int, *, warmup_steps: int, total_steps: int) -> float:
     """Rise from 0 to 1 over the warm-up, then fall to 0 at `total_steps`."""
     if step < warmup_steps:
-        return step / max(1, warmup_steps)
+        return step / warmup_steps
     return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
 
 
@@ -37,7 +37,7 @@ def cosine(step: int, *, warmup_steps: int, total_steps: int, num_cycles: float 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 without restarts.
     """
     if step < warmup_steps:
-        return step / max(1, warmup_steps)
+        return step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)))
 
@@ -49,7 +49,7 @@ def constant(step: int, *, warmup_steps: int, total_steps: int) -> float:
 
 def constant_with_warmup(step: int, *, warmup_steps: int, total_steps: int) -> float:
     """Rise from 0 to 1 over the warm-up, then stay at 1."""
-    return step / max(1, warmup_steps) if step < warmup_steps else 1.0
+    return step / warmup_steps if step < warmup_steps else 1.0
 
 
 def cosine_with_restarts(step: int, *, warmup_steps: int, total_steps: int, num_cycles: int = 1) -> float:
@@ -58,7 +58,7 @@ def cosine_with_restarts(step: int, *, warmup_steps: int, total_steps: int, num_
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 with cycles of one length.
     """
     if step < warmup_steps:
-        return step / max(1, warmup_steps)
+        return step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     if progress >= 1.0:
         return 0.0
@@ -76,7 +76,7 @@ def polynomial(
     if lr_end >= base_lr:
         raise ValueError(f"lr_end={lr_end:g} must be below learning_rate={base_lr:g}; give a smaller lr_end")
     if step < warmup_steps:
-        return step / max(1, warmup_steps)
+        return step / warmup_steps
     if step > total_steps:
         return lr_end / base_lr
     left = 1 - (step - warmup_steps) / max(1, total_steps - warmup_steps)
@@ -91,7 +91,7 @@ def inverse_sqrt(step: int, *, warmup_steps: int, total_steps: int, timescale: i
     Source: Zhai et al. 2022, arXiv:2106.04560, section 3.4, the "reciprocal square-root" schedule.
     """
     if step < warmup_steps:
-        return step / max(1, warmup_steps)
+        return step / warmup_steps
     scale = timescale or warmup_steps or 10_000
     return 1.0 / math.sqrt((step + scale - warmup_steps) / scale)
 
@@ -113,7 +113,7 @@ def cosine_with_min_lr(
     """
     floor = _floor(min_lr, min_lr_rate, base_lr)
     if step < warmup_steps:
-        return step / max(1, warmup_steps)
+        return step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return _cosine_above(floor, progress, num_cycles)
 
@@ -140,7 +140,7 @@ def cosine_warmup_with_min_lr(
     floor = _floor(min_lr, min_lr_rate, base_lr)
     if step < warmup_steps:
         if warmup_lr_rate is None:
-            return (step + 1.0) / max(1.0, warmup_steps)
+            return (step + 1.0) / warmup_steps
         return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup_steps - 1)
     progress = (step - warmup_steps + 1.0) / max(1.0, total_steps - warmup_steps)
     return _cosine_above(floor, progress, num_cycles)
@@ -172,7 +172,7 @@ def warmup_stable_decay(
             raise ValueError(f"{name}={kind!r} is not known; choose linear, cosine or 1-sqrt")
     stable = total_steps - warmup_steps - num_decay_steps if num_stable_steps is None else num_stable_steps
     if step < warmup_steps:
-        progress = step / max(1, warmup_steps)
+        progress = step / warmup_steps
         wave = 0.5 * (1 - math.cos(math.pi * progress))
         rise = {"linear": progress, "cosine": wave, "1-sqrt": 1 - math.sqrt(1 - progress)}
         return max(0.0, rise[warmup_type] * (1 - min_lr_ratio) + min_lr_ratio)
