@@ -1,7 +1,7 @@
 """Order of the data through checkpoints and in several processes: nothing is repeated, nothing left out."""
 
 import contextlib
-from collections import Counter
+import itertools
 
 import pytest
 import torch
@@ -111,44 +111,37 @@ def assert_same(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
-def test_a_grouped_run_with_random_masks_resumes_bit_equal_from_every_step(tmp_path):
-    alone = train(tmp_path, 26, {**GROUPED, **SAVING})
-    for step in range(1, 21):  # three passes of seven steps
-        assert_same(train(tmp_path, 26, GROUPED, resume=str(tmp_path / f"checkpoint-{step}")), alone)
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_a_run_goes_on_with_the_next_sample_whatever_its_batch_size(tmp_path, strategy):
+    options = {"train_sampling_strategy": strategy, "num_train_epochs": 2}
+    whole = train(tmp_path / "whole", 60, options)[1]
+    train(tmp_path / "run", 60, {**options, **SAVING}, stop_at=4)
+    for batch_size, accumulation in ((2, 1), (6, 1), (4, 2)):
+        changed = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+        assert train(tmp_path / "run", 60, {**options, **changed}, resume=True)[1] == whole[16:]
 
 
-@pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 1), (6, 1), (4, 2)])
-def test_a_grouped_run_goes_on_with_the_next_sample_whatever_its_batch_size(tmp_path, batch_size, accumulation):
-    whole = train(tmp_path / "whole", 60, {**GROUPED, "num_train_epochs": 2})[1]
-    train(tmp_path / "run", 60, {**GROUPED, **SAVING, "num_train_epochs": 2}, stop_at=4)
-    changed = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-    rest = train(tmp_path / "run", 60, {**GROUPED, **changed, "num_train_epochs": 2}, resume=True)[1]
-    assert rest == whole[16:]
+def train_in_every_order(folder, number, options):
+    """In ranks: return the samples used, by order of the data and by whether an incomplete batch is left out."""
+    ways = itertools.product(("random", "group_by_length", "sequential", "random_computed"), (False, True))
+    names = ("train_sampling_strategy", "dataloader_drop_last")
+    return {way: train(folder, number, {**options, **dict(zip(names, way, strict=True))})[1] for way in ways}
 
 
-def test_a_run_is_not_gone_on_with_in_another_order(tmp_path):
-    train(tmp_path, 26, SAVING, stop_at=3)
-    with pytest.raises(ValueError, match="12 samples into an epoch with train_sampling_strategy='random'"):
-        train(tmp_path, 26, GROUPED, resume=True)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential", "random_computed"])
-def test_two_processes_use_every_sample_once_a_pass(tmp_path, strategy, drop_last):
+def test_two_processes_use_every_sample_once_a_pass(tmp_path):
     number, passes = 43, 3
-    options = {"train_sampling_strategy": strategy, "dataloader_drop_last": drop_last, "num_train_epochs": passes}
-    ranks = run_ranks(train, 2, str(tmp_path), number, options, timeout_s=120)
-    taken = 40 if drop_last else number
-    for start in range(passes):
+    ranks = run_ranks(train_in_every_order, 2, str(tmp_path), number, {"num_train_epochs": passes}, timeout_s=120)
+    for way in ranks[0]:
+        _, drop_last = way
         # A pass of a rank is five micro-batches of four, and its share of the three samples that are left.
-        used = []
-        for rank, share in enumerate((1, 2) if not drop_last else (0, 0)):
-            each = 20 + share
-            used += ranks[rank][1][start * each : (start + 1) * each]
-        counts = Counter(used)
-        assert len(used) == len(counts) == taken
-        assert set(counts) <= set(range(number))
-    assert [len(rank[1]) for rank in ranks] == [63, 66] if not drop_last else [60, 60]
+        of_a_pass = (20, 20) if drop_last else (21, 22)
+        for start in range(passes):
+            used = []
+            for rank, each in zip(ranks, of_a_pass, strict=True):
+                used += rank[way][start * each : (start + 1) * each]
+            assert len(used) == len(set(used)) == (40 if drop_last else number), way
+            assert set(used) <= set(range(number)), way
+        assert tuple(len(rank[way]) for rank in ranks) == tuple(passes * each for each in of_a_pass), way
 
 
 def test_two_processes_group_as_one_does_and_resume_in_one(tmp_path):

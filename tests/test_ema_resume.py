@@ -62,15 +62,6 @@ def equal(one, other):
     return one[1] == other[1] and all(torch.equal(one[0][name], other[0][name]) for name in one[0])
 
 
-@pytest.mark.parametrize("start", [0, 7])
-def test_a_stopped_and_resumed_run_ends_with_the_same_average_bit_for_bit(tmp_path, start):
-    alone = train(tmp_path / "alone", ema_start_step=start)
-    for stop in (3, 7, 8, 13, 19):
-        folder = tmp_path / str(stop)
-        train(folder, stop, ema_start_step=start)
-        assert equal(train(folder, resume=True, ema_start_step=start), alone)
-
-
 def test_the_average_is_a_file_of_weights_beside_those_that_train(tmp_path):
     left, _ = train(tmp_path, save_steps=20)
     average, raw = (load_file(tmp_path / "checkpoint-20" / name) for name in ("ema.safetensors", "model.safetensors"))

@@ -58,37 +58,6 @@ def assert_same(one, other):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[2], other[2], strict=True))
 
 
-@pytest.mark.parametrize(("optim", "stop_at"), [("adamw_torch_fused", 3), ("sgd", 5), ("adafactor", 9)])
-def test_a_run_with_rules_resumes_bit_equal(tmp_path, optim, stop_at):
-    alone = make(tmp_path / "alone", optim=optim)
-    alone.train()
-    with pytest.raises(Stop):
-        make(tmp_path / "cut", stop_at, optim=optim).train()
-    resumed = make(tmp_path / "cut", optim=optim)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(end_of(alone), end_of(resumed))
-    assert any("learning_rate/bottom" in entry for entry in resumed.state.log_history)
-
-
-def test_a_greedy_run_resumes_bit_equal(tmp_path):
-    options = {
-        "lr_scheduler_type": "greedy",
-        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "cooldown": 1, "smooth": True, "window_size": 2},
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    alone = make(tmp_path / "alone", **options)
-    alone.train()
-    for stop_at in (3, 5, 8, 12):
-        with pytest.raises(Stop):
-            make(tmp_path / str(stop_at), stop_at, **options).train()
-        resumed = make(tmp_path / str(stop_at), **options)
-        resumed.train(resume_from_checkpoint=True)
-        assert_same(end_of(alone), end_of(resumed))
-    rates = {entry["learning_rate"] for entry in alone.state.log_history if "loss" in entry}
-    assert len(rates) > 2
-
-
 def test_the_rates_of_an_epoch_whose_last_step_was_saved_are_logged_after_the_resume(tmp_path):
     """That log comes before any step of the resumed run."""
 

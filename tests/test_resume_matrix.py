@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from resume_runs import VALUES, all_settings, optimizer_settings, pairwise_settings, steps_that_end_otherwise
+from resume_runs import (
+    VALUES,
+    Setting,
+    all_settings,
+    are_same,
+    build,
+    fingerprint,
+    optimizer_settings,
+    pairwise_settings,
+    steps_that_end_otherwise,
+)
 
 
 def test_the_chosen_settings_have_every_pair_of_values():
@@ -34,3 +44,12 @@ def test_a_run_gone_on_with_at_any_step_ends_bit_equal(setting, tmp_path):
 def test_an_optimizer_goes_on_bit_equal(optim, tmp_path):
     settings = {str(setting.optim): setting for setting in optimizer_settings(order="random", asynchronous=True)}
     assert steps_that_end_otherwise(settings[optim], tmp_path / "run", 4)[0] == []
+
+
+def test_zero_and_two_workers_give_the_same_bits(tmp_path):
+    ends = []
+    for workers in (0, 2):
+        run = build(Setting(workers=workers), tmp_path, save_strategy="no")
+        run.train()
+        ends.append(fingerprint(run))
+    assert are_same(*ends)

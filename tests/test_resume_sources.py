@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from changed_runs import Rates, build, resume, save
+from shared.results import history
 
 
 def test_true_without_a_valid_checkpoint_names_what_was_found(tmp_path):
@@ -42,6 +43,17 @@ def test_a_checkpoint_of_another_run_is_gone_on_from_and_left_as_it_is(tmp_path)
     build(tmp_path / "third", [rates]).train(resume_from_checkpoint=str(tmp_path / "first"))
     assert min(rates.used) == 6
     assert {path: path.read_bytes() for path in (tmp_path / "first").rglob("*") if path.is_file()} == before
+
+
+def test_resume_of_a_finished_run_does_nothing(tmp_path):
+    finished = build(tmp_path)
+    finished.train()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = build(tmp_path)
+    assert again.train(resume_from_checkpoint=True).global_step == finished.state.global_step == 20
+    assert history(again) == history(finished)
+    assert all(map(torch.equal, again.model.state_dict().values(), finished.model.state_dict().values()))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_a_folder_that_is_no_checkpoint_is_an_error_whatever_is_in_output_dir(tmp_path):

@@ -50,7 +50,7 @@ def test_a_stream_that_is_back_at_its_beginning_at_its_end_is_not_read_twice(tmp
     options = {"gradient_accumulation_steps": accumulation}
     alone, _ = train_on_reshuffled(tmp_path, number, **options)
     per_step, steps_of_a_pass = 3 * accumulation, -(-number // (3 * accumulation))
-    for step in (5, 7, 8, 9, 10, 16):
+    for step in (5, 8, 9):
         resume = {"save_strategy": "no", "resume_from_checkpoint": str(tmp_path / f"checkpoint-{step}")}
         resumed, read = train_on_reshuffled(tmp_path / str(step), number, **options, **resume)
         assert differences(alone, resumed, [name for name in alone if name != "checkpoints"]) == [], step
