@@ -208,9 +208,9 @@ def test_the_events_of_a_run_count_updates_that_were_skipped_or_not_finite(make_
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("bad", [[1], [3, 4], [1, 5]])
-def test_a_run_with_skipped_steps_is_the_run_without_their_data(make_trainer, optimizer, bad, fault):
-    data = rows(20, bad=bad)
+def test_a_run_with_skipped_steps_is_the_run_without_their_data(make_trainer, optimizer, fault):
+    bad = [1, 3, 4, 6]  # the first, two in a row, and the last
+    data = rows(24, bad=bad)
     with_bad = build(make_trainer, data, optimizer, model=faulty(fault), on_nonfinite="skip")
     kept = [row for number, row in enumerate(data) if number // 4 + 1 not in bad]
     without = build(make_trainer, kept, optimizer, model=faulty(fault))
@@ -218,7 +218,7 @@ def test_a_run_with_skipped_steps_is_the_run_without_their_data(make_trainer, op
     without.train()
     assert same(contents(with_bad), contents(without))
     losses, skipped = log_of(with_bad, "loss"), log_of(with_bad, "skipped_steps")
-    assert skipped == [int(step in bad) for step in range(1, 6)]
+    assert skipped == [int(step in bad) for step in range(1, 7)]
     assert [loss for loss, left_out in zip(losses, skipped, strict=True) if not left_out] == log_of(without, "loss")
 
 

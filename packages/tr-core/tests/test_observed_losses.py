@@ -342,6 +342,17 @@ def test_a_micro_batch_without_a_target_says_nothing(make_trainer):
     torch.testing.assert_close(trainer.keep.gradient, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_loss_of_zero_with_gradients_says_nothing_either_where_there_is_no_target(make_trainer):
+    def with_a_surrogate(outputs, labels, num_items_in_batch=None):
+        drift = outputs["logits"].sum() * 0.01
+        return add_up(outputs, labels, num_items_in_batch) + drift - drift.detach()
+
+    empty = [{**row, "labels": torch.tensor(-100)} if index < 3 else row for index, row in enumerate(samples(12))]
+    trainer = build(make_trainer, compute_loss_func=with_a_surrogate, train_dataset=empty)
+    trainer.train()
+    assert trainer.state.global_step > 0
+
+
 # When it is looked at
 
 

@@ -311,8 +311,14 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("act", CHANGES, ids=lambda act: act.__name__)
+ABOUT_GRADIENTS = (set_norm, freeze, change_weights, leave_gradients)
+
+
+@pytest.mark.parametrize(
+    ("act", "accumulation"),
+    [*((act, 1) for act in CHANGES), *((act, 2) for act in ABOUT_GRADIENTS)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_change_during_a_run_acts_as_in_an_ordinary_run(both, act, accumulation):
     model = Scaled()
     model.layers[2].p = 0.3
@@ -333,6 +339,16 @@ def test_a_loss_function_that_is_assigned_during_a_run_acts_from_the_next_step(b
         return nn.functional.cross_entropy(outputs["logits"], labels)
 
     assert_same(both(callbacks=[Assigns], between=between, compute_loss_func=first, number=40))
+
+
+def test_an_option_that_is_set_to_the_value_that_it_has_is_no_change(both):
+    class SetsAgain(TrainerCallback):
+        def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+            for group in optimizer.param_groups:
+                group["eps"] = float(repr(group["eps"]))  # another object
+
+    numbers = [both(callbacks=callbacks, number=40)[1].num_captured for callbacks in ([], [SetsAgain])]
+    assert numbers[0] == numbers[1] > 0
 
 
 def test_a_value_that_changes_in_every_step_makes_every_step_an_ordinary_one(both, caplog):
