@@ -164,14 +164,14 @@ PATIENCE_S = 60
 
 
 class Held:
-    """Blocks every write of a file that another thread makes until `let_go`."""
+    """Blocks every write of a file in the background until `let_go`; another thread of this one has its name."""
 
     def __init__(self):
-        self.begun, self._go, self._main = threading.Event(), threading.Event(), threading.current_thread()
+        self.begun, self._go, self._main = threading.Event(), threading.Event(), threading.current_thread().name
         self._write = files.write
 
     def write(self, descriptor, data):
-        if threading.current_thread() is not self._main:
+        if threading.current_thread().name != self._main:
             self.begun.set()
             assert self._go.wait(PATIENCE_S)
         self._write(descriptor, data)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch.multiprocessing
 from ckpt_faults import Faults
 from ckpt_parts import number_of, parts
 
-from tr_ckpt import Checkpointer, FolderInUseError, RNGState, files, folder_lock
+from tr_ckpt import Checkpointer, FolderInUseError, RNGState, files, folder_lock, testing
 from tr_ckpt.folder_lock import FolderLock
+from tr_log import slow_work
 
 DIED = 9
 
@@ -36,15 +38,15 @@ def save_and_die(directory: str, at: int) -> None:
         Checkpointer(directory).save(2, parts(20))
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Exchange picklable values; torch's own way of doing it needs NumPy, which these tests do not."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)]))
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
     padded[: len(data)] = data
     gathered = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [pickle.loads(bytes(one[: int(size)].tolist())) for one, size in zip(gathered, sizes, strict=True)]
 
 
@@ -294,3 +296,38 @@ def race(folders: list[str], barrier: threading.Barrier, results: Any) -> None:
         barrier.wait(60)
         lock.release()
     results.put(won)
+
+
+SLOW_S, TIMEOUT_S = 4.0, 2.5  # of an operation on the disk, and of an exchange
+
+
+def save_to_a_slow_disk(directory: str, asynchronous: bool) -> None:
+    """Save, remove and restore with a disk on which an operation of rank 0 takes longer than any exchange may."""
+    slow_work.HEAR_EVERY_S = 0.2
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    waits = {"make_folder", "write", "rename", "remove_folder", "list_folder"}
+
+    def slow(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_once(*given: Any, **more: Any) -> Any:
+            if name in waits:
+                waits.discard(name)
+                time.sleep(SLOW_S)
+            return operation(*given, **more)
+
+        return wait_once
+
+    if dist.get_rank() == 0:
+        testing.replace_operations(slow, sorted(waits))
+    keeper = checkpointer(
+        directory, keep_last=1, asynchronous=asynchronous, gather_objects=lambda value: gather_objects(value, group)
+    )
+    keeper.save(1, {**parts(10), "rng": RNGState()})
+    keeper.save(2, {**parts(20), "rng": RNGState()})
+    keeper.wait()
+    into = parts()
+    assert keeper.restore(into) == 2
+    assert number_of(into) == 20
+    assert keeper.steps() == [2]
+    keeper.close()
+    assert dist.get_rank() or not waits
+    dist.barrier()

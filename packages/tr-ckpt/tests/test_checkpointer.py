@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import weakref
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -31,6 +32,33 @@ def test_a_checkpoint_holds_no_file_but_json_and_safetensors(tmp_path):
         "manifest.json", "model.json", "model.safetensors", "optimizer.json", "rng-0.json", "rng-0.safetensors",
         "scheduler.json",
     }  # fmt: skip
+
+
+class Copies:
+    """A part whose state is a copy in host memory, as that of a model on XLA; `most_bytes` of all are held at once."""
+
+    held_bytes = most_bytes = 0
+
+    def state_dict(self):
+        tensor = torch.ones(1000)
+        Copies.held_bytes += tensor.nbytes
+        Copies.most_bytes = max(Copies.most_bytes, Copies.held_bytes)
+        weakref.finalize(tensor, self.free, tensor.nbytes)
+        return {"copy": tensor}
+
+    @staticmethod
+    def free(size_bytes):
+        Copies.held_bytes -= size_bytes
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_holds_the_state_of_one_part_at_a_time(tmp_path, monkeypatch, asynchronous):
+    monkeypatch.setattr(Copies, "held_bytes", 0)
+    monkeypatch.setattr(Copies, "most_bytes", 0)
+    checkpointer = Checkpointer(tmp_path, asynchronous=asynchronous)
+    checkpointer.save(1, {name: Copies() for name in ("model", "optimizer", "ema")})
+    checkpointer.close()
+    assert Copies.most_bytes == 4000
 
 
 def test_the_manifest_says_what_the_checkpoint_was_made_with(tmp_path):

@@ -32,8 +32,8 @@ def test_what_all_wrote_comes_in_the_order_of_ranks(tmp_path):
 
 def test_a_machine_of_one_process_waits_for_none_of_its_own(tmp_path):
     """As with save_on_each_node, where other machines save too."""
-    made = records(tmp_path, elsewhere=0)
-    made.begin()
+    made = RankRecords.make(tmp_path, "checkpoint-3", 1)
+    made.processes = [names.this_process()]
     assert made.exchange(dict) == [{}]
 
 
@@ -138,11 +138,10 @@ def test_a_rank_0_that_gives_no_sign_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_saves_gives_signs(tmp_path):
-    made = records(tmp_path)
-    made.begin()
+    made = RankRecords.make(tmp_path, "checkpoint-3", 1)
 
     def shows():
-        os.utime(tmp_path / "rank-0.writing", (1, 1))
+        os.utime(made.folder / "rank-0.writing", (1, 1))
         names.show_life()  # as a thread does every 15 seconds
         return made.seen_of(0) != 10**9
 

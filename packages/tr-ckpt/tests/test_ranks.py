@@ -11,10 +11,11 @@ import torch
 from ckpt_parts import listed, number_of, parts
 from ckpt_workers import run
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery, ranks
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery
 from tr_ckpt.errors import Damage
 from tr_ckpt.ranks import Failure, Ranks
 from tr_ckpt.restoring import Answer
+from tr_log import slow_work
 
 
 def test_two_ranks_save_restore_and_fail_together(tmp_path):
@@ -31,6 +32,11 @@ def test_two_ranks_save_restore_and_fail_together(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_failure_leaves_no_rank_waiting_in_a_state_that_all_make_together(tmp_path):
     run(2, ckpt_workers.fail_before_a_state_that_all_make, str(tmp_path / "run"))  # or they wait for each other
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_is_slower_than_an_exchange_may_be_ends_no_save_and_no_restore(asynchronous, tmp_path):
+    run(2, ckpt_workers.save_to_a_slow_disk, str(tmp_path / "run"), asynchronous)
 
 
 def as_rank(rank, world_size, others):
@@ -126,7 +132,7 @@ class Meeting:
 
 @pytest.fixture
 def meeting(monkeypatch):
-    monkeypatch.setattr(ranks, "HEAR_EVERY_S", 0.01)
+    monkeypatch.setattr(slow_work, "HEAR_EVERY_S", 0.01)
     return Meeting()
 
 

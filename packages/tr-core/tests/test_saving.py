@@ -42,6 +42,33 @@ def test_tied_weights_are_saved_once_and_load_again(make_trainer, tmp_path):
     assert torch.equal(other.again.weight, model.again.weight)
 
 
+def test_a_model_that_cannot_be_written_whole_leaves_what_was_there(make_trainer, monkeypatch, tmp_path, model):
+    trainer, folder = make_trainer(), tmp_path / "model"
+    trainer.save_model(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(state, path, **metadata):
+        Path(path).write_bytes(b"the first half")
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "save_file", full)
+        model.layers[0].weight.data += 1
+        with pytest.raises(OSError, match="no space"):
+            trainer.save_model(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    trainer.save_model(folder)
+    assert torch.equal(load_file(folder / "model.safetensors")["layers.0.weight"], model.layers[0].weight)
+    assert {path.name for path in folder.iterdir()} == set(before)
+
+
+def test_a_model_of_one_file_takes_the_place_of_one_in_pieces(make_trainer, tmp_path):
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "notes.txt"):
+        (tmp_path / name).write_text("of before")
+    make_trainer().save_model(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("[mn]*")) == ["model.safetensors", "notes.txt"]
+
+
 def test_files_that_cannot_be_written_stay_as_they_were(make_trainer, monkeypatch):
     trainer = make_trainer()
     trainer.save_metrics("train", {"train_loss": 1.0})

@@ -33,6 +33,10 @@ class Stateful(Protocol):
         ...
 
 
+def _wait() -> None:
+    """Let work that changes files end before an exception goes on."""
+
+
 class Checkpointer:
     """Keep checkpoints of a run in a folder, as `checkpoint-<step>`.
 
@@ -171,9 +175,10 @@ class Checkpointer:
             raise CheckpointError(f"step={step!r} is no count of optimizer steps; give an integer of 0 or more")
         self._settle(self._hold_up)
         folder = self.directory / name
-        saving = Saving(self.directory, self.prefix, step, self._ranks, self._known, self._lock)
-
-        planned = saving.plan(parts, write_extra, self._buffers if self.asynchronous else None)
+        buffers = self._buffers if self.asynchronous else None
+        saving = Saving(self.directory, self.prefix, step, self._ranks, self._known, self._lock, buffers=buffers)
+        saving.begin(parts, write_extra)
+        saving.take(parts)
 
         def follow() -> Surplus | None:
             if self._ranks.rank != 0:
@@ -181,11 +186,11 @@ class Checkpointer:
             return self._follow(Found(step, name, folder), saving.sequence, on_commit, protected)
 
         def finish() -> None:
-            saving.finish(planned)
+            saving.finish()
             # All together, so that none continues while rank 0 is still removing; in the background others train on.
             ranks = Ranks() if self.asynchronous else self._ranks
             what = f"{name} was saved, but older ones remain"
-            self._remove(what, ranks.together(what, follow)[0], ranks)
+            self._remove(what, ranks.apart(what, follow, give_up=_wait)[0], ranks)
 
         if not self.asynchronous:
             finish()
@@ -218,7 +223,7 @@ class Checkpointer:
             if surplus is not None and ranks.rank == 0:
                 surplus.remove(answers, self._lock.check)
 
-        ranks.together(what, remove)
+        ranks.apart(what, remove, give_up=_wait)
 
     def check(self) -> None:
         """Raise the failure of a background write, if one failed since the last call; does not wait.
@@ -272,7 +277,7 @@ class Checkpointer:
                         hint = "; where the machines of a run share their file system, leave out save_on_each_node"
                         raise FolderInUseError(f"{error}{hint}") from error
 
-        self._ranks.together("no checkpoint could be saved", claim)
+        self._ranks.apart("no checkpoint could be saved", claim)
 
     def release(self) -> None:
         """Unlock the folder for other runs, once no write is under way; the next save claims it again."""

@@ -228,6 +228,20 @@ class Unsynced:
 
     def __init__(self) -> None:
         self._held: list[tuple[int, Path]] = []
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Have the file that is being written end with an error soon, and no other begin."""
+        self._is_given_up = True
+
+    def check(self) -> None:
+        """Raise if the files are given up.
+
+        Raises:
+            OSError: they are.
+        """
+        if self._is_given_up:
+            raise OSError("the save was given up")
 
     def add(self, descriptor: int, path: Path) -> None:
         """Take over the descriptor of a file: an error of the disk is reported to an open one."""
@@ -284,6 +298,8 @@ def write_file(
             for start in range(0, len(data), BLOCK_BYTES):
                 piece = data[start : start + BLOCK_BYTES]
                 digest.update(piece)
+                if unsynced is not None:
+                    unsynced.check()
                 with _naming(path):
                     write(descriptor, piece)
             size += len(data)

@@ -1,4 +1,4 @@
-"""Decide which files this rank writes for a save, given the states of all parts.
+"""Decide which files this rank writes for a save, given the state of a part.
 
 A part is written whole by rank 0, or by each rank if each has a state of its own. If its state holds DTensors, every
 rank writes its own shards, and nothing is gathered: each rank lists what it holds (`Share`), the ranks exchange these
@@ -9,7 +9,7 @@ several ranks hold a chunk, the one with the least to write so far writes it. Te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,51 +94,6 @@ class Held:
     text: bytes
     tensors: Mapping[str, torch.Tensor]
     share: Share | None = None
-
-
-def plan(
-    given: Mapping[str, Any], ranks: Ranks, what: str, look: Callable[[], None] = lambda: None
-) -> list[FileToWrite]:
-    """Call `state_dict` of every part, and return the files that this rank writes. Collective. Copies no tensor.
-
-    Args:
-        given: the parts, by name.
-        ranks: this process among the others.
-        what: the beginning of the message of an error of another rank.
-        look: called first, with what this rank needs otherwise; what it raises fails all.
-
-    Raises:
-        CheckpointError: a state holds a value that cannot be saved, or the ranks do not hold the same.
-        Exception: what a `state_dict` raised on this rank.
-        SaveError: it failed on another rank.
-    """
-    held: dict[str, Held] = {}
-
-    def take() -> dict[str, Share]:
-        look()
-        failure: Exception | None = None
-        for part, target in given.items():
-            try:
-                if (state := hold(part, target.state_dict(), ranks)) is not None:
-                    held[part] = state
-            except Exception as error:  # other ranks call the remaining `state_dict`s, and may wait for this one
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return {part: each.share for part, each in held.items() if each.share is not None}
-
-    shares = ranks.together(what, take)
-    found: list[FileToWrite] = []
-
-    def assign() -> None:
-        for part in given:
-            found.extend(files_of(part, held.get(part), [of_rank.get(part) for of_rank in shares], ranks))
-
-    if any(shares):
-        ranks.together(what, assign)
-    else:
-        assign()
-    return found
 
 
 def hold(part: str, state: Any, ranks: Ranks) -> Held | None:

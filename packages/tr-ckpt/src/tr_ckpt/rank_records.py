@@ -5,7 +5,7 @@ each rank leaves a small file in a folder that rank 0 made for this save, and ra
 
 | file | rank 1 |
 |---|---|
-| `rank-1.writing` | has begun; its time changes while it saves |
+| `rank-1.writing` | is waited for; its time changes while it saves |
 | `rank-1.json` | is done: what it wrote, or why it could not |
 | `rank-1.failed` | could not write even that |
 
@@ -67,19 +67,17 @@ class RankRecords:
         self.lost: Callable[[], Mapping[int, str]] = dict
 
     @classmethod
-    def make(cls, directory: Path, name: str) -> RankRecords:
-        """Make the folder, on rank 0, beside the checkpoint to be."""
+    def make(cls, directory: Path, name: str, world_size: int) -> RankRecords:
+        """Make the folder beside the checkpoint to be, with the first file of each rank; on rank 0."""
         records = cls(name, names.temporary(directory, "records", name), 0)
         try:
             files.make_folder(records.folder)
+            for rank in range(world_size):
+                os.close(files.create(records._sign_of(rank)))
         except OSError:
-            names.release(records.folder)
+            staging.discard(records.folder)
             raise
         return records
-
-    def begin(self) -> None:
-        """Record that this rank will write."""
-        os.close(files.create(self.folder / f"rank-{self.rank}.writing"))
 
     @contextmanager
     def giving_signs(self) -> Iterator[None]:
@@ -179,7 +177,7 @@ class RankRecords:
         for given_up in self._waits(missing):
             gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
             present = reads.names_in(self.folder)  # listed after asking who is gone, so it holds all their files
-            if not present:  # the folder is gone: each rank began by leaving a file there
+            if not present:  # the folder is gone: a file of each rank was there
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             for rank in sorted(missing):
                 if f"rank-{rank}.json" in present:

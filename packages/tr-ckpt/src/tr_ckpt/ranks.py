@@ -8,27 +8,21 @@ from a step that all of them have.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
-from contextvars import copy_context
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tr_ckpt import manifest
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, SaveError, UnreadableError
+from tr_log import slow_work
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _MODEL = ("model.safetensors", "adapter_model.safetensors")
-
-# How often ranks hear of each other while they work for long.
-HEAR_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -114,35 +108,37 @@ class Ranks:
             UnreadableError: if `failure` is `CheckpointError` and the failed ranks could not read a file. All ranks
                 then raise it with the same text.
         """
-        return self._answered(what, *self._told(work), failure)
+        result, error = _attempted(work)
+        return self._answered(what, self._everywhere((result, _told(error))), error, failure)
 
-    def apart(self, what: str, work: Callable[[], T], failure: type[Exception] = SaveError) -> list[T]:
-        """Do the same for work that may take long, exchanges nothing, and changes nothing on the disk. Collective.
+    def apart(
+        self,
+        what: str,
+        work: Callable[[], T],
+        failure: type[Exception] = SaveError,
+        give_up: Callable[[], None] | None = None,
+    ) -> list[T]:
+        """Do the same for work that may take long, as it reads or writes, and that exchanges nothing. Collective.
 
-        It runs in a thread. The ranks tell each other every `HEAR_EVERY_S` that they live: no exchange lasts as long as
-        the work of the slowest, which a backend, and a watch for hangs, would end.
+        It runs in a thread, and no exchange lasts as long as it does: see `slow_work.apart`, also for `give_up`.
         """
         if self.gather_objects is None:
             return self.together(what, work, failure)
-        future = in_thread(work)
-
-        def outcome() -> Any:
-            return future.result() if is_done(future, HEAR_EVERY_S) else _Busy.WORKS
-
-        while True:
-            answers, error = self._told(outcome)
-            if not any(result is _Busy.WORKS for _, (result, _) in answers):
-                return self._answered(what, answers, error, failure)
-
-    def _told(self, work: Callable[[], Any]) -> tuple[list[tuple[int, tuple[Any, Failure | None]]], Exception | None]:
-        """Run `work`, and return what came of it on every process of the run, and its error on this one. Collective."""
         error: Exception | None = None
-        result: Any = None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        return self._everywhere((result, None if error is None else Failure.of(error))), error
+        groups: list[int] = []
+
+        def outcome() -> tuple[T | None, Failure | None]:
+            nonlocal error
+            result, error = _attempted(work)
+            return result, _told(error)
+
+        def exchange(value: Any) -> list[Any]:
+            answers = self._everywhere(value)
+            groups[:] = [group for group, _ in answers]
+            return [answer for _, answer in answers]
+
+        outcomes = slow_work.apart(exchange, outcome, give_up)
+        return self._answered(what, list(zip(groups, outcomes, strict=True)), error, failure)
 
     def _answered(self, what: str, answers: Any, error: Exception | None, failure: type[Exception]) -> list[Any]:
         """Return the results of this group; raise if a process of the run has failed."""
@@ -166,36 +162,16 @@ class Ranks:
         return [(0, answer) for answer in ([value] if self.gather_objects is None else self.gather_objects(value))]
 
 
-class _Busy(Enum):
-    """The answer of a rank that is not done."""
-
-    WORKS = 1
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread of its own that the interpreter does not wait for."""
-    future: Future[T] = Future()
-    context = copy_context()
-
-    def run() -> None:
-        try:
-            result = context.run(work)
-        except BaseException as error:  # of any kind: the caller raises it
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
+def _attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what `work` returned, and what it raised."""
     try:
-        # With the name of the thread whose work it does.
-        threading.Thread(target=run, name=threading.current_thread().name, daemon=True).start()
-    except RuntimeError:  # as while the interpreter exits
-        run()
-    return future
+        return work(), None
+    except Exception as error:
+        return None, error
 
 
-def is_done(future: Future[Any], within_s: float) -> bool:
-    """Wait for a result for at most `within_s`, and return whether there is one."""
-    return bool(wait([future], within_s).done)
+def _told(error: Exception | None) -> Failure | None:
+    return None if error is None else Failure.of(error)
 
 
 @dataclass(frozen=True)
@@ -275,7 +251,7 @@ def found_on_all(ranks: Ranks, candidates: list[Found]) -> tuple[list[Found], li
         return candidates, []
     mine = {found.step: found for found in candidates}
     machines = ranks.across(
-        ranks.together(
+        ranks.apart(
             "nothing was restored",
             lambda: [(found.step, _identity(found)) for found in candidates],
             failure=CheckpointError,
@@ -324,7 +300,7 @@ def check_same_checkpoint(ranks: Ranks, found: Found) -> None:
     """
     if not ranks.is_one_of_several:
         return
-    seen = ranks.together(f"{found.path} was not restored", lambda: _identity(found), failure=CheckpointError)[0]
+    seen = ranks.apart(f"{found.path} was not restored", lambda: _identity(found), failure=CheckpointError)[0]
     if len(set(ranks.across(seen)) - {None}) > 1:
         raise CheckpointError(f"{found.path} is not the same on every machine; name the checkpoint of one step and run")
 

@@ -132,7 +132,7 @@ class Restoring:
 
     def _candidates(self, directory: Path) -> list[Found]:
         # Rank 0 lists the folder: other ranks may see changes of a shared folder a moment later.
-        [candidates, *_] = self._ranks.together(
+        [candidates, *_] = self._ranks.apart(
             "nothing was restored", lambda: discovery.by_age(directory, self._prefix), failure=CheckpointError
         )
         kept, skipped = nodes.found_on_all(self._ranks, candidates)
@@ -146,7 +146,7 @@ class Restoring:
             CheckpointError: there is none, it is damaged, it lacks a part, or a part rejects its state.
             UnreadableError: it cannot be read.
         """
-        [(is_folder, is_checkpoint, inside), *_] = self._ranks.together(
+        [(is_folder, is_checkpoint, inside), *_] = self._ranks.apart(
             "nothing was restored",
             lambda: (
                 reads.is_folder(source),
@@ -220,7 +220,7 @@ class Restoring:
         """Take the layouts of the targets before any rank reads, as a `state_dict` may be collective. Collective."""
         wanted = {part for part, target in self._targets.items() if may_have_layout(target)}
         # Rank 0 decides: a rank that sees damage must not keep the others waiting in a `state_dict`.
-        given = self._ranks.together(what, lambda: self._saved_in_shards(found), failure=CheckpointError)[0]
+        given = self._ranks.apart(what, lambda: self._saved_in_shards(found), failure=CheckpointError)[0]
         wanted = wanted.union(*self._ranks.across(given))
         wanted -= {*self._layouts, *names.PER_RANK}
         if not wanted:

@@ -1,19 +1,20 @@
-"""Save one checkpoint: plan what is written at one instant, write it on all ranks, commit it on rank 0."""
+"""Save one checkpoint: take and write the state of each part on all ranks, commit it on rank 0."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tr_ckpt import discovery, manifest, names, reads
+from tr_ckpt import discovery, manifest, names, plan, reads
 from tr_ckpt.errors import explain_save_errors
 from tr_ckpt.files import Unsynced
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.host_buffers import HostBuffers
-from tr_ckpt.plan import FileToWrite, plan
+from tr_ckpt.plan import FileToWrite, Held, Share
 from tr_ckpt.rank_records import RankRecords, Written
 from tr_ckpt.ranks import Ranks
 from tr_ckpt.retention import Known
@@ -21,13 +22,16 @@ from tr_ckpt.staging import Staging
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Saving:
-    """One save.
+    """One save, in three stages: `begin`, `take` the state of each part, `finish`.
 
-    It has three stages: plan which files this rank writes, write them, commit on rank 0 what all ranks wrote. `plan`
-    runs the first and `finish` the others; if the plan was copied, in any thread and without communication. After a
-    failure the earlier checkpoints are intact and no leftovers remain.
+    In the foreground a part is written before the next one is taken, so that host memory holds the copies of one.
+    In the background all are copied at one instant, and `finish` runs in any thread and without communication. Ranks
+    that wait for a disk hear of each other meanwhile. After a failure the earlier checkpoints are intact and no
+    leftovers remain.
 
     Args:
         directory: the folder of the checkpoints.
@@ -36,12 +40,23 @@ class Saving:
         ranks: this process among the others.
         known: what the run knows about the checkpoints there; the saved one is added.
         lock: the lock of the folder, which rank 0 claims.
+        buffers: where tensors are copied to, to be written in the background; None writes them at once.
 
     Attributes:
         sequence: that of the checkpoint, on the rank that committed it; 0 before the commit.
     """
 
-    def __init__(self, directory: Path, prefix: str, step: int, ranks: Ranks, known: Known, lock: FolderLock) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        prefix: str,
+        step: int,
+        ranks: Ranks,
+        known: Known,
+        lock: FolderLock,
+        *,
+        buffers: HostBuffers | None = None,
+    ) -> None:
         self.name = names.checkpoint_name(prefix, step)
         self.sequence = 0
         self._directory = directory
@@ -50,88 +65,107 @@ class Saving:
         self._ranks = ranks
         self._known = known
         self._lock = lock
+        self._buffers = buffers
         self._what = f"{self.name} was not saved"
         self._staging = Staging(directory, self.name) if ranks.rank == 0 else None
-        self._folder = directory  # until `_begin`
+        self._folder = directory  # until `begin`
         self._added: list[str] = []
         self._records: RankRecords | None = None
         self._unsynced = Unsynced()
+        self._copied: list[FileToWrite] = []
+        self._written: Written = {}
 
-    def plan(
-        self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, buffers: HostBuffers | None = None
-    ) -> list[FileToWrite]:
-        """Make the temporary folder, and return the files that this rank writes to it. Collective.
+    def begin(self, parts: Iterable[str], write_extra: Callable[[Path], None] | None) -> None:
+        """Make the temporary folder, on rank 0, and see it on all. Collective.
 
         Args:
-            given: the parts, by name.
+            parts: the names of the parts.
             write_extra: adds files, on rank 0.
-            buffers: where tensors are copied to, so that they may change before `finish`, which is then called in the
-                background; None copies nothing.
 
         Raises:
             OSError: the temporary folder cannot be made, or (`SaveError`) another rank failed.
-            CheckpointError: a state holds a value that cannot be saved.
+            CheckpointError: a name cannot be that of a file.
+        """
+
+        def begin() -> tuple[Path, Path | None] | None:
+            names.check_names(parts)
+            if self._staging is None:
+                return None
+            with explain_save_errors(self.name, self._directory):
+                self._lock.claim()
+                self._added = self._staging.begin(write_extra)
+                names.check_free(self._added, parts)
+                if self._buffers is not None and self._ranks.total > 1:
+                    self._records = RankRecords.make(self._directory, self.name, self._ranks.world_size)
+            return self._staging.folder, None if self._records is None else self._records.folder
+
+        with self._discarding():
+            begun = self._apart(begin)[0]
+            assert begun is not None  # rank 0's answer
+            self._folder, records = begun
+            if records is not None and self._records is None:
+                self._records = RankRecords(self.name, records, self._ranks.rank)
+            if self._ranks.total > 1:
+                self._apart(self._require_folder)
+
+    def take(self, given: Mapping[str, Any]) -> None:
+        """Call `state_dict` of every part, and write what this rank has of it, or copy it. Collective.
+
+        Raises:
+            CheckpointError: a state holds a value that cannot be saved, or the ranks do not hold the same.
+            Exception: what a `state_dict` raised on this rank.
+            OSError: a file could not be written, or (`SaveError`) another rank failed.
         """
         with self._discarding():
-            self._begin(given, write_extra, in_background=buffers is not None)
-            planned = plan(given, self._ranks, self._what, self._require_folder)
-            return planned if buffers is None else self._copied(planned, buffers)
+            if self._buffers is not None:
+                self._buffers.begin()
+            for part, target in given.items():
+                self._take(part, target)
+            if self._buffers is not None:
+                self._buffers.finish()
+            if self._records is not None:
+                self._records.processes = self._ranks.together(self._what, names.this_process)
+                self._records.lost = self._ranks.lost
 
-    def finish(self, planned: Sequence[FileToWrite]) -> None:
-        """Write the files and wait until the checkpoint is committed. Collective, unless the plan was copied.
+    def _take(self, part: str, target: Any) -> None:
+        held: Held | None = None
 
-        At most one tensor is copied at a time.
+        def take() -> Share | None:
+            nonlocal held
+            held = plan.hold(part, target.state_dict(), self._ranks)
+            return None if held is None else held.share
+
+        shares = self._ranks.together(self._what, take)
+
+        def planned() -> list[FileToWrite]:
+            return plan.files_of(part, held, shares, self._ranks)
+
+        if self._buffers is None:
+            self._apart(lambda: self._write(planned()))
+        else:
+            self._ranks.together(self._what, partial(self._copy, planned, self._buffers))
+
+    def _copy(self, planned: Callable[[], list[FileToWrite]], buffers: HostBuffers) -> None:
+        self._copied.extend(file.copied(buffers) for file in planned())
+
+    def finish(self) -> None:
+        """Write what was copied, and wait until the checkpoint is committed. Collective in the foreground.
 
         Raises:
             OSError: it could not be written, here or (`SaveError`) on another rank.
         """
         with self._discarding():
             if self._records is None:
-                written = self._ranks.together(self._what, lambda: self._write(planned))
-                self._ranks.together(self._what, lambda: self._commit(written))
+                written = self._apart(self._write_rest)
+                self._apart(lambda: self._commit(written))
                 return
             with self._records.giving_signs():  # rank 0 also while it waits and commits: others wait for it
-                self._commit(self._records.exchange(lambda: self._write(planned)))
+                self._commit(self._records.exchange(self._write_rest))
         self._records.close()
         self._records.wait_for_rank_0()
 
-    def _begin(
-        self, given: Mapping[str, Any], write_extra: Callable[[Path], None] | None, *, in_background: bool
-    ) -> None:
-        def begin() -> tuple[Path, Path | None] | None:
-            names.check_names(given)
-            if self._staging is None:
-                return None
-            with explain_save_errors(self.name, self._directory):
-                self._lock.claim()
-                self._added = self._staging.begin(write_extra)
-                names.check_free(self._added, given)
-                if in_background and self._ranks.total > 1:
-                    self._records = RankRecords.make(self._directory, self.name)
-            return self._staging.folder, None if self._records is None else self._records.folder
-
-        begun = self._ranks.together(self._what, begin)[0]
-        assert begun is not None  # rank 0's answer
-        self._folder, records = begun
-        if records is not None and self._records is None:
-            self._records = RankRecords(self.name, records, self._ranks.rank)
-
-    def _copied(self, planned: Sequence[FileToWrite], buffers: HostBuffers) -> list[FileToWrite]:
-        copies: list[FileToWrite] = []
-
-        def copy() -> names.Process:
-            buffers.begin()
-            copies.extend(file.copied(buffers) for file in planned)
-            buffers.finish()
-            if self._records is not None:
-                self._records.begin()
-            return names.this_process()
-
-        everyone = self._ranks.together(self._what, copy)
-        if self._records is not None:
-            self._records.processes = everyone
-            self._records.lost = self._ranks.lost
-        return copies
+    def _apart(self, work: Callable[[], T]) -> list[T]:
+        return self._ranks.apart(self._what, work, give_up=self._unsynced.give_up)
 
     def _require_folder(self) -> None:
         with explain_save_errors(self.name, self._directory):
@@ -142,15 +176,18 @@ class Saving:
             "all ranks must save to one shared file system"
         )
 
-    def _write(self, planned: Sequence[FileToWrite]) -> Written:
-        written: Written = {}
+    def _write(self, planned: Iterable[FileToWrite]) -> None:
+        with explain_save_errors(self.name, self._directory):
+            for file in planned:
+                self._written.setdefault(file.part, {})[file.name] = file.write(self._folder, self._unsynced)
+
+    def _write_rest(self) -> Written:
+        self._write(self._copied)
         with explain_save_errors(self.name, self._directory):
             if self._staging is not None:
-                written[""] = self._staging.seal(self._added, self._unsynced)
-            for file in planned:
-                written.setdefault(file.part, {})[file.name] = file.write(self._folder, self._unsynced)
+                self._written[""] = self._staging.seal(self._added, self._unsynced)
             self._unsynced.sync()
-        return written
+        return self._written
 
     def _commit(self, written: list[Written]) -> None:
         if self._staging is None:

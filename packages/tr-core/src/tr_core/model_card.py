@@ -22,9 +22,9 @@ from tr_args import TrainingArguments
 from tr_core.model_io import base_model
 from tr_core.optim.optimizers import describe
 from tr_core.state import TrainerState
-from tr_core.whole_file import write_whole
 from tr_log import get_logger
 from tr_log.formatting import TIMINGS
+from tr_log.line_file import write_whole
 
 logger = get_logger("tr_core.trainer")
 
@@ -121,7 +121,7 @@ def write_model_card(run: TrainedRun, details: CardDetails) -> None:
         )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, model_card(run, details))
+    write_whole(path, model_card(run, details).encode())
 
 
 def model_card(run: TrainedRun, details: CardDetails) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tr_core.whole_file import write_whole
 from tr_log.formatting import printable
+from tr_log.line_file import write_whole
 
 
 class TrainOutput(NamedTuple):
@@ -143,4 +143,4 @@ def metric_lines(readable: dict[str, Any]) -> list[str]:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(content, indent=4, sort_keys=True) + "\n")
+    write_whole(path, (json.dumps(content, indent=4, sort_keys=True) + "\n").encode())

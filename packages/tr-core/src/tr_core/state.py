@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tr_args import TrainingArguments
 from tr_core.checkpoint.log_files import FOLDER, LogFiles
-from tr_core.whole_file import write_whole
 from tr_log import get_logger
 from tr_log.bounded_text import ContentError, load_json
 from tr_log.formatting import to_strict
+from tr_log.line_file import write_whole
 
 logger = get_logger(__name__)
 
@@ -108,7 +108,7 @@ class TrainerState:
     def save_to_json(self, json_path: str | Path) -> None:
         """Write the state as strict JSON: sorted keys, and NaN or infinite numbers as strings."""
         text = json.dumps(to_strict(self.state_dict()), indent=2, sort_keys=True, allow_nan=False) + "\n"
-        write_whole(Path(json_path), text)
+        write_whole(Path(json_path), text.encode())
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:

@@ -1461,9 +1461,13 @@ class Trainer(TransformersAttributes):
         with self.holding_evaluation_weights(), self.use_cache.original(self.model):
             state = self.strategy.full_state_dict(self.model_wrapped)
             # The state of a sharded model is on rank 0 alone. An override may exchange between ranks.
-            if self.strategy.rank == 0 or (self.args.should_save and state) or self.overrides("_save"):
-                self._save(folder, state_dict=state)
-            self.strategy.barrier()
+            is_own, writes = self.overrides("_save"), self.strategy.rank == 0 or (self.args.should_save and state)
+
+            def write() -> None:
+                if writes or is_own:
+                    self._save(folder, state_dict=state)
+
+            overrides.run_on_all("the model was not saved", write, self.strategy, exchanges=is_own)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the Hub repository that the arguments name, unless it exists; `push_to_hub=True` does so by itself.

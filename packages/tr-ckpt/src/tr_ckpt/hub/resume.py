@@ -24,7 +24,8 @@ from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError, Push
 from tr_ckpt.hub.hub_callback import LAST
 from tr_ckpt.hub.hub_repository import HubRepository
 from tr_ckpt.manifest import Manifest
-from tr_ckpt.ranks import Ranks, in_thread
+from tr_ckpt.ranks import Ranks
+from tr_log.slow_work import in_thread
 
 # The limit for a listing, which is kept in memory.
 MOST_ENTRIES = 1_000_000

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tr_core.protocols import Collectives, Stateful
+from tr_log import slow_work
 
 FOLDER = ".written-by-override"  # one run at a time saves to an output folder, so it needs no number
 
@@ -40,8 +41,9 @@ def written_files(
             shutil.move(path, into / path.name)
 
     try:
-        _run_on_all(make, collectives)
-        _run_on_all(lambda: write(folder), collectives)
+        what = "the checkpoint is not saved: the model's files were not written"
+        run_on_all(what, make, collectives)
+        run_on_all(what, lambda: write(folder), collectives, exchanges=True)
         yield move
     finally:
         if writes:
@@ -62,19 +64,39 @@ def set_aside(begun: Path | None, folder: Path) -> Iterator[None]:
         raise
 
 
-def _run_on_all(work: Callable[[], None], collectives: Collectives) -> None:
+def run_on_all(what: str, work: Callable[[], None], collectives: Collectives, *, exchanges: bool = False) -> None:
+    """Run `work` on every rank; an error on this one is raised, and on the others a RuntimeError says so. Collective.
+
+    Args:
+        what: the beginning of that.
+        work: what writes, and may take long: it runs in a thread while ranks hear of each other.
+        collectives: this process among the ranks.
+        exchanges: whether `work` may exchange values itself; it then runs in this thread.
+    """
     problem: Exception | None = None
-    try:
-        work()
-    except Exception as error:
-        problem = error
-    answers = collectives.gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
+
+    def outcome() -> str | None:
+        nonlocal problem
+        try:
+            work()
+        except Exception as error:
+            problem = error
+            return f"{type(problem).__name__}: {problem}"
+        return None
+
+    def wait() -> None:
+        """Let what is being written end before an exception goes on."""
+
+    if exchanges or collectives.world_size == 1:
+        answers = collectives.gather_objects(outcome())
+    else:
+        answers = slow_work.apart(collectives.gather_objects, outcome, wait)
     if problem is not None:
         raise problem
     failed = {rank: text for rank, text in enumerate(answers) if text is not None}
     if failed:
         rank, text = next(iter(failed.items()))
-        raise RuntimeError(f"the checkpoint is not saved: the model's files were not written on rank {rank}: {text}")
+        raise RuntimeError(f"{what} on rank {rank}: {text}")
 
 
 class OwnLoading:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,9 @@ from tr_log import get_logger
 logger = get_logger("tr_core.trainer")
 
 WEIGHTS_NAME = "model.safetensors"
+MODEL_CARD = "README.md"
+
+_PIECE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def build_checkpointer(args: TrainingArguments, strategy: Strategy) -> Checkpointer:
@@ -57,16 +63,40 @@ def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 def save_model(model: nn.Module, state: dict[str, Any], folder: Path, save_companions: Callable[[Path], None]) -> None:
-    """Write weights in safetensors, and their companion files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_pretrained: Any = getattr(model, "save_pretrained", None)
-    if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
-        save_pretrained(str(folder), state_dict=state)
-    elif save_pretrained is not None and _holds(model, state):
-        save_pretrained(str(folder))
-    else:
-        save_file(_without_aliases(state), str(folder / WEIGHTS_NAME), metadata={"format": "pt"})
-    save_companions(folder)
+    """Write weights in safetensors, and their companion files; if that fails, what was there is unchanged."""
+    with _whole_files(folder) as beside:
+        save_pretrained: Any = getattr(model, "save_pretrained", None)
+        if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
+            save_pretrained(str(beside), state_dict=state)
+        elif save_pretrained is not None and _holds(model, state):
+            save_pretrained(str(beside))
+        else:
+            save_file(_without_aliases(state), str(beside / WEIGHTS_NAME), metadata={"format": "pt"})
+        save_companions(beside)
+
+
+@contextmanager
+def _whole_files(folder: Path) -> Iterator[Path]:
+    """Return a folder inside `folder`, and move its files there at the end of the block, each whole."""
+    beside = folder / ".unfinished"
+    shutil.rmtree(beside, ignore_errors=True)  # of a killed run
+    beside.mkdir(parents=True)
+    try:
+        if (folder / MODEL_CARD).is_file():  # PEFT adds to the one that is there
+            shutil.copyfile(folder / MODEL_CARD, beside / MODEL_CARD)
+        yield beside
+        written = sorted(path for path in beside.rglob("*") if not path.is_dir())
+        for path in written:
+            target = folder / path.relative_to(beside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+        kept = {path.name for path in written}
+        if any(map(_PIECE.fullmatch, kept)) or WEIGHTS_NAME in kept:  # pieces of a model that was saved there before
+            for path in folder.iterdir():
+                if _PIECE.fullmatch(path.name) and path.name not in kept:
+                    path.unlink()
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def save_companions(
@@ -103,14 +133,17 @@ def save_checkpoint(run: Run, save_companions: Callable[[Path], None]) -> None:
     best = state.best_global_step
     if best is not None:
         _record_best_checkpoint(state, checkpointer, best)
-    _write_earlier_entries(run)
     parts = checkpoint_parts(run)
     if methods.args.save_only_model:
         weights = weight_parts(methods.callback_handler.callbacks, model)
         whole = model_parts(run.strategy, model, methods.model_wrapped, own_layout=methods.has_own_layout)
         parts = {name: parts[name] for name in (*whole, *weights, "trainer_state")}
 
+    if run.strategy.rank != 0:
+        _write_earlier_entries(run)
+
     def write_extra(path: Path) -> None:
+        _write_earlier_entries(run)  # where the other ranks know that they wait for a disk
         save_companions(path)
         if is_adapter(model) and not methods.has_own_layout:
             write_adapter_config(model, path)
