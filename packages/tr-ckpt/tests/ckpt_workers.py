@@ -20,9 +20,8 @@ import torch.multiprocessing
 from ckpt_faults import Faults
 from ckpt_parts import number_of, parts
 
-from tr_ckpt import Checkpointer, FolderInUseError, RNGState, files, folder_lock, testing
+from tr_ckpt import Checkpointer, FolderInUseError, RNGState, files, folder_lock, ranks, testing
 from tr_ckpt.folder_lock import FolderLock
-from tr_log import slow_work
 
 DIED = 9
 
@@ -303,7 +302,7 @@ SLOW_S, TIMEOUT_S = 4.0, 2.5  # of an operation on the disk, and of an exchange
 
 def save_to_a_slow_disk(directory: str, asynchronous: bool) -> None:
     """Save, remove and restore with a disk on which an operation of rank 0 takes longer than any exchange may."""
-    slow_work.HEAR_EVERY_S = 0.2
+    ranks.slow_work.HEAR_EVERY_S = 0.2
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     waits = {"make_folder", "write", "rename", "remove_folder", "list_folder"}
 

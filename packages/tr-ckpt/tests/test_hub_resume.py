@@ -15,7 +15,6 @@ from minihub import TOKEN, wait_until
 from tr_ckpt import Checkpointer, CheckpointError, DamagedCheckpointError, HubRepository
 from tr_ckpt.hub import resume
 from tr_ckpt.ranks import Failure
-from tr_log import slow_work
 
 pytestmark = [
     # The client's own way of sending a file, and of saying that it tries again.
@@ -84,7 +83,7 @@ def test_what_is_pushed_meanwhile_changes_nothing(path, hub, tmp_path):
     hub.log.clear()  # the pushes asked the same: only what is asked from here on is the reader's
     gate = hub.hold("GET", path)
     into = parts()
-    future = slow_work.in_thread(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
+    future = resume.in_thread(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
     wait_until(lambda: any(method == "GET" and re.search(path, asked) for method, asked in hub.log))
     run.push(3)
     gate.set()

@@ -11,11 +11,10 @@ import torch
 from ckpt_parts import listed, number_of, parts
 from ckpt_workers import run
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery, ranks
 from tr_ckpt.errors import Damage
 from tr_ckpt.ranks import Failure, Ranks
 from tr_ckpt.restoring import Answer
-from tr_log import slow_work
 
 
 def test_two_ranks_save_restore_and_fail_together(tmp_path):
@@ -132,7 +131,7 @@ class Meeting:
 
 @pytest.fixture
 def meeting(monkeypatch):
-    monkeypatch.setattr(slow_work, "HEAR_EVERY_S", 0.01)
+    monkeypatch.setattr(ranks.slow_work, "HEAR_EVERY_S", 0.01)
     return Meeting()
 
 
