@@ -1,13 +1,15 @@
 """Plant faults in our code, one at a time: random runs must find each, or they would not find such a one of our own."""
 
 import contextlib
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from unittest.mock import patch
 
 import fuzz_check
 import torch
 from fuzz_families import draw
+from runner import Case, Tally
 from torch import nn
 
 import tr_core
@@ -271,15 +273,14 @@ def _planted(name) -> Iterator[None]:
         yield
 
 
-def print_table(most, seed):
-    """Print after how many runs each fault is found; return 1 if one is not."""
-    missed = 0
-    print(f"{'planted':68} {'looked for in':13} {'found after':>12} {'s':>5}")
-    for name, (_, family) in FAULTS.items():
-        began_s = time.monotonic()
-        found = runs_until_found(name, most, seed)
-        missed += found is None
-        runs = "not found" if found is None else f"{found} runs"
-        print(f"{name:68} {family or 'all':13} {runs:>12} {time.monotonic() - began_s:5.1f}", flush=True)
-    print(f"{len(FAULTS)} faults, {missed} not found in {most} runs each")
-    return int(missed > 0)
+def cases(options) -> Iterator[Case]:
+    """Yield each fault, which random runs must find."""
+    for name in FAULTS:
+        yield Case(name, partial(_must_be_found, name, options.n, options.seed))
+
+
+def _must_be_found(name, most, seed, folder) -> Tally:
+    runs = runs_until_found(name, most, seed)
+    if runs is None:
+        return Tally.of(f"not found in {most} runs")
+    return Tally(1, Counter({f"{name}: found after {runs} runs of {FAULTS[name][1] or 'all'}": 1}))

@@ -3,7 +3,6 @@
 import itertools
 import shutil
 import tempfile
-import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import replace
@@ -202,10 +201,3 @@ def shrink(run, oracle, tries=80):
                 run, words, is_done = plainer, found[oracle], False
                 break
     return run, words
-
-
-def timed_check(run):
-    """Return what `check` returns, and the seconds it took."""
-    began_s = time.perf_counter()
-    compared, found = check(run)
-    return compared, found, time.perf_counter() - began_s
