@@ -41,6 +41,25 @@ def training_entries(trainer):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
+def test_a_run_says_what_it_trains_and_how(make_trainer, caplog):
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "ema_decay": 0.9}
+    trainer = make_trainer(20, max_steps=2, learning_rate=0.5, warmup_steps=1, **arguments)
+    with caplog.at_level("INFO", "tr_core"):
+        trainer.train()
+    (said,) = [message for message in caplog.messages if message.startswith("training begins")]
+    count = trainer.get_num_trainable_parameters()
+    assert said.splitlines()[1:] == [
+        f"  model      Classifier, {count} trainable parameters",
+        "  optimizer  AdamW, learning rate 0.5, schedule linear, warmup over 1 of 2",
+        "  precision  weights in float32",
+        "  averaging  decay 0.9; evaluations and saved models use the averaged weights",
+        "  batch      8 samples a step = 4 on a device x 2 micro-batches",
+        "  data       20 samples an epoch, 2 steps",
+        "  device     cpu",
+        f"  output     {trainer.args.output_dir}",
+    ]
+
+
 # Step and epoch arithmetic
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tr_log import ReportFile
-from tr_log.report.at_end import write_report
+from tr_log.report.at_end import result_of, write_report
 from tr_log.report.command import main as report
 from tr_log.report.curves import curves, means, thin
 from tr_log.report.page import page, page_data
@@ -191,6 +191,28 @@ def test_the_end_of_a_run_writes_the_page_and_a_failure_is_a_warning(tmp_path, c
     ReportFile().on_train_end(args, state, None)
     assert "was not written" in caplog.text
     ReportFile().on_train_end(args, SimpleNamespace(is_world_process_zero=False), None)
+
+
+def test_the_end_of_a_run_says_what_it_came_to(tmp_path, caplog):
+    entries = [{"step": step, "eval_loss": loss} for step, loss in ((50, 0.25), (100, 0.5))]
+    folder = write_run(tmp_path / "run", KILLED_ONCE, entries)
+    (folder / "checkpoint-50").mkdir()
+    with caplog.at_level("INFO", "tr_log"):
+        ReportFile().on_train_end(SimpleNamespace(output_dir=folder), SimpleNamespace(is_world_process_zero=True), None)
+    assert caplog.messages == [
+        "training finished at step 100\n"
+        "  evaluation  eval_loss 0.5  at step 100\n"
+        "  best        eval_loss 0.25 at step 50\n"
+        f"  checkpoints best {folder}/checkpoint-50\n"
+        f"  report      {folder}/report.html\n"
+        "  time        0:31: computing 45%, between two calls of train 23%, preparing and restoring 10%, "
+        "lost, and done again after a restart 10%, waiting for data 6%, evaluating 3%, saving checkpoints 3%"
+    ]
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path):
+    events = [start_event(1.0), end_event(2.0, 1, status="stopped")]
+    assert result_of(RunFolder.read(write_run(tmp_path, events))).endswith("train(resume_from_checkpoint=True)")
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):

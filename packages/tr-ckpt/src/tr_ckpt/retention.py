@@ -121,7 +121,7 @@ def remove(found: Found) -> None:
     Raises:
         OSError: it could not be renamed, and is unchanged, or its new name could not be synced.
     """
-    logger.info("removing %s: it is beyond the limit", found.name)
+    logger.debug("removing %s: it is beyond the limit", found.name)
     dropped = names.temporary(found.path.parent, "removed", found.name)
     try:
         files.rename(found.path, dropped)

@@ -873,7 +873,8 @@ class Trainer(TransformersAttributes):
                 )
                 self._load_final_weights()
                 return TrainOutput(self.state.global_step, last_train_loss(self.state), {})
-            log_run_start(run, self.get_num_trainable_parameters())
+            schedule = type(run.schedule).__name__ if self.has_given_schedule else str(self.args.lr_scheduler_type)
+            log_run_start(run, self.get_num_trainable_parameters(), schedule)
             self.current_run = run
             at_end.callback(self._set, "current_run", None)
             with (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
+
+from torch import nn
 
 from tr_args import TrainingArguments
 from tr_core.changes import watching_modules
@@ -77,22 +80,43 @@ def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_di
         )
 
 
-def log_run_start(run: Run, num_parameters: int) -> None:
-    """Log what the run trains, and how long."""
-    args = run.methods.args
-    logger.info(
-        "training %s: %s trainable parameters on %s x %d, %s samples an epoch, %d a device and micro-batch, "
-        "%d micro-batches a step, %d samples a step, %d steps",
-        type(run.methods.model).__name__,
-        f"{num_parameters:,}",
-        run.strategy.device,
-        run.strategy.world_size,
-        "unknown" if run.data.num_samples is None else f"{run.data.num_samples:,}",
-        args.train_batch_size,
-        run.plan.accumulation,
-        run.plan.samples_per_step,
-        run.plan.max_steps,
-    )
+def log_run_start(run: Run, num_parameters: int, schedule: str) -> None:
+    """Log what is trained, how, on what, for how long, and where its files go.
+
+    Args:
+        run: the run, at its first or its restored step.
+        num_parameters: trainable numbers.
+        schedule: name of the learning rate's schedule.
+    """
+    args, plan, strategy, model = run.methods.args, run.plan, run.strategy, run.methods.model
+    rates = dict.fromkeys(f"{group.get('initial_lr', group['lr']):.4g}" for group in run.optimizer.param_groups)
+    samples = "unknown number of samples" if run.data.num_samples is None else f"{run.data.num_samples:,} samples"
+    factors = [f"{args.train_batch_size} on a device"]
+    factors += [f"{plan.accumulation} micro-batches"] if plan.accumulation > 1 else []
+    factors += [f"{strategy.world_size} processes"] if strategy.world_size > 1 else []
+    lines = {
+        "model": f"{type(model).__name__}, {num_parameters:,} trainable parameters",
+        "optimizer": f"{type(run.optimizer).__name__}, learning rate {' and '.join(rates)}, schedule {schedule}"
+        + (f", warmup over {args.get_warmup_steps(plan.max_steps)} of {plan.max_steps:,}" if args.warmup_steps else ""),
+        "precision": _precision(args, model),
+        "averaging": f"decay {args.ema_decay}; evaluations and saved models use the averaged weights"
+        if args.ema_decay is not None
+        else "",
+        "batch": f"{plan.samples_per_step} samples a step" + (f" = {' x '.join(factors)}" if factors[1:] else ""),
+        "data": f"{samples} an epoch, {plan.max_steps:,} steps"
+        + (f", of which {run.window.first_step:,} are done" if run.window.first_step else ""),
+        "device": f"{strategy.device}" + (f" x {strategy.world_size}" if strategy.world_size > 1 else ""),
+        "output": os.path.abspath(args.output_dir),
+    }
+    rows = (f"\n  {name:<10} {text}" for name, text in lines.items() if text)
+    level = logging.DEBUG if run.methods.state.is_hyper_param_search else logging.INFO  # of many trials it is too much
+    logger.log(level, "training begins%s", "".join(rows))
+
+
+def _precision(args: TrainingArguments, model: nn.Module) -> str:
+    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point())
+    mixed = "bfloat16" if args.bf16 else "float16 with a scaled loss" if args.fp16 else ""
+    return f"weights in {' and '.join(dtypes)}" + (f", computed in {mixed} by autocast" if mixed else "")
 
 
 def summarize(run: Run) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def default_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Any]:
         callback.waiting = partial(_uploading, args)
     display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
     rates = [RuleRatesCallback()] if args.parameter_rules else []
-    flow, *files = (kind() for kind in DEFAULT_CALLBACKS)
-    return [flow, *steering(args, strategy), *rates, *noise, *files, *named, display, *hub]
+    flow, *files, report = (kind() for kind in DEFAULT_CALLBACKS)
+    return [flow, *steering(args, strategy), *rates, *noise, *files, *named, display, report, *hub]
 
 
 def _uploading(args: TrainingArguments) -> AbstractContextManager[Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tr_log.formatting import duration, evaluation, value
 from tr_log.line_file import write_whole
 from tr_log.loggers import get_logger
 from tr_log.tracker import EveryEvent
+
+if TYPE_CHECKING:
+    from tr_log.report.run_folder import RunFolder
 
 logger = get_logger(__name__)
 
@@ -18,16 +23,19 @@ REPORT_FILE = "report.html"
 class ReportFile(EveryEvent):
     """A trainer callback that writes `report.html` to the output folder when a training ends, on the main process.
 
-    It comes after `EventsFile` in the list of callbacks, whose last event the page shows. A failure is a warning.
+    It then logs what the training came to: the best evaluation, checkpoints, the page, and where the time went. It
+    comes after `EventsFile` in the list of callbacks, whose last event the page shows. A failure is a warning.
     """
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the page."""
+        """Write the page, and log the result."""
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
         try:
-            write_report([folder], folder / REPORT_FILE)
+            (run,) = write_report([folder], folder / REPORT_FILE)
+            level = logging.DEBUG if getattr(state, "is_hyper_param_search", False) else logging.INFO
+            logger.log(level, "training %s at step %d%s", run.status, run.step, result_of(run))
         except Exception as error:  # a page must not cost a finished training
             logger.warning(
                 "the report of this run was not written: %s: %s; `trainer report %s` writes it",
@@ -37,8 +45,30 @@ class ReportFile(EveryEvent):
             )
 
 
-def write_report(folders: Sequence[Path], target: Path) -> None:
-    """Write the page of the runs in these folders. A crash leaves the old page or the new one.
+def result_of(run: RunFolder) -> str:
+    """Return lines that say what a run came to: evaluations, checkpoints, how to go on, and where the time went."""
+    from tr_log.report.time_split import time_split, words
+
+    session, best, split, said = run.sessions[-1], run.best(), time_split(run.sessions), words(run.sessions)
+    evaluated = [({n: v for n, v in e.items() if n.startswith("eval_")}, e["step"]) for e in run.entries]
+    seconds = sum(split.values())
+    shares = sorted(((taken, name) for name, taken in split.items() if taken >= 0.01 * seconds > 0), reverse=True)
+    saved = [("last", mark["step"]) for mark in session.marks if mark.get("event") == "checkpoint"][-1:]
+    saved += [("best", best[2])] if best else []
+    kept = [(name, run.path / f"checkpoint-{step}") for name, step in saved]
+    lines = {
+        "evaluation": next((f"{'  '.join(evaluation(e))}  at step {at}" for e, at in reversed(evaluated) if e), ""),
+        "best": f"{best[0]} {value(best[1])} at step {best[2]}" if best else "",
+        "checkpoints": ", ".join(f"{name} {folder}" for name, folder in kept if folder.is_dir()),
+        "report": str(run.path / REPORT_FILE),
+        "time": f"{duration(seconds)}: " + ", ".join(f"{said[n]} {100 * taken / seconds:.0f}%" for taken, n in shares),
+        "to go on": "" if session.ended == "finished" else "trainer.train(resume_from_checkpoint=True)",
+    }
+    return "".join(f"\n  {name:<11} {text}" for name, text in lines.items() if text)
+
+
+def write_report(folders: Sequence[Path], target: Path) -> list[RunFolder]:
+    """Write the page of the runs in these folders, and return the runs. A crash leaves the old page or the new one.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -47,8 +77,10 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     from tr_log.report.page import page  # here: a process that writes no page needs none of it
     from tr_log.report.run_folder import find_runs
 
-    text = page(find_runs(folders), place=target.parent)
+    runs = find_runs(folders)
+    text = page(runs, place=target.parent)
     replace_file(target, text.encode("utf-8", "replace"))  # a folder may have a name that is no text
+    return runs
 
 
 def replace_file(target: Path, content: bytes) -> None:
