@@ -24,6 +24,7 @@ pytestmark = [
 VARIABLES = {
     "replica": {},
     "devices": {"CPU_NUM_DEVICES": "4"},
+    "sharded": {},
     "bf16": {"XLA_USE_BF16": "1"},
     "downcast": {"XLA_DOWNCAST_BF16": "1"},
     "optimizers": {},

@@ -25,11 +25,14 @@ from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.testing import check_strategy
 
 REPLICA = {"strategy": "xla"}
-DEVICES = {"fsdp": "full_shard", "fsdp_config": {"xla": True}}
+DEVICES = {"fsdp": "full_shard", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
 ALONE = {"strategy": "single"}
+# In the words of the documentation: parameters of every replica in parts, gathered in float32.
+SHARDED = {"fsdp": "full_shard", "fsdp_config": {"xla": True, "xla_fsdp_settings": {"compute_dtype": "float32"}}}
 GROUPS = {
     "replica": REPLICA,
     "devices": DEVICES,
+    "sharded": SHARDED,
     "bf16": REPLICA,
     "downcast": REPLICA,
     "optimizers": {},
@@ -121,7 +124,7 @@ def transfers():
     return (metrics.metric_data("TransferFromDeviceTime") or [0])[0]
 
 
-@scenario("replica", "devices", row="promises")
+@scenario("replica", "devices", "sharded", row="promises")
 def the_strategy_keeps_the_promises_of_the_protocol(folder, options):
     from tr_dist.xla import XLA
 
@@ -142,7 +145,7 @@ def _numbers(model_name, accumulation):
         assert sorted(found[2]) == sorted(alone[2])
 
     run.__name__ = f"numbers_are_those_of_a_plain_run_of_{model_name}_accumulating_{accumulation}"
-    scenario("replica", "devices", row="numbers")(run)
+    scenario("replica", "devices", *(["sharded"] if accumulation > 1 else []), row="numbers")(run)
 
 
 for name in ("Network", "Counting"):
@@ -170,7 +173,7 @@ def weights_after(folder, options):
     return weights(trainer)
 
 
-@scenario("replica", "devices", row="resume")
+@scenario("replica", "devices", "sharded", row="resume")
 def a_run_with_dropout_resumes_bit_equal(folder, options):
     saving = {**options, "save_strategy": "steps", "save_steps": 5, "optim": "adamw_torch_fused"}  # the default
     whole = trainer_of(folder / "whole", saving, Layers(0.2))
@@ -185,7 +188,7 @@ def a_run_with_dropout_resumes_bit_equal(folder, options):
     assert losses[0][-2:] == losses[1][-2:]
 
 
-@scenario("replica", "devices", row="other strategy")
+@scenario("replica", "devices", "sharded", row="other strategy")
 def checkpoints_are_those_of_a_plain_run(folder, options):
     """Saved with XLA and resumed without, and the reverse; the states that are loaded are those that were saved."""
     saving = {"save_strategy": "steps", "save_steps": 6, "num_train_epochs": 1, "optim": "adamw_torch"}
@@ -232,7 +235,7 @@ class Counts(TrainerCallback):
         self.read.append(transfers())
 
 
-@scenario("replica", "devices")
+@scenario("replica", "devices", "sharded")
 def few_programs_are_compiled_and_nothing_is_read_in_a_step(folder, options):
     """Two for each kind of step: the first has no optimizer state yet. The short last batch of a pass is one more."""
     counts = Counts()
@@ -432,7 +435,7 @@ class Blocks(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.last(self.blocks(x)), labels)}
 
 
-@scenario("devices", row="recompute")
+@scenario("devices", "sharded", row="recompute")
 def units_may_be_computed_again(folder, options):
     """All but the first, whose input needs no gradient."""
     again = {"transformer_layer_cls_to_wrap": ["Counting"], "xla_fsdp_grad_ckpt": True}
@@ -445,6 +448,17 @@ def units_may_be_computed_again(folder, options):
         calls.append(Counting.calls)
     assert calls == [6 * 3, 6 * 2]
     assert_weights(*ends, TOLERANCE)
+
+
+@scenario("sharded")
+def a_model_in_parts_is_not_called_by_itself(folder, options):
+    trainer = trainer_of(folder, {**options, "max_steps": 1})
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "XlaFullyShardedDataParallel"
+    assert [name for name, _ in trainer.model.named_parameters()] == [name for name, _ in Layers().named_parameters()]
+    with pytest.raises(RuntimeError, match="was called itself, as generate.. does; call what prepare.. returned"):
+        trainer.model(**{name: value[None].to("xla") for name, value in samples(1)[0].items()})
+    refused(trainer_of(folder, {**options, "optim": "lomo", "max_grad_norm": 0}).train, "Lomo consumes gradients in")
 
 
 def _rounded(trainer):

@@ -5,7 +5,7 @@ import signal
 import socket
 
 import pytest
-from launched_jobs import SCRIPT, TRAINER, end_of, run, said, start, training
+from launched_jobs import SCRIPT, TRAINER, end_of, free_port, run, said, start, training
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 
@@ -79,6 +79,31 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     assert code == 2
     assert f"127.0.0.1:{port}" in errors
     assert "Traceback" not in errors
+
+
+HALF_DEAD = """
+import os, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+(folder / str(rank)).touch()
+while not all((folder / str(number)).exists() for number in range(2)):
+    time.sleep(0.05)
+if rank == int(sys.argv[2]):
+    os.kill(os.getpid(), 9)
+time.sleep(3600)  # in no exchange, as while it waits for a file of the other
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_two_machines_one_ends_its_ranks_when_those_of_the_other_have_failed(tmp_path, killed):
+    script = tmp_path / "half_dead.py"
+    script.write_text(HALF_DEAD)
+    place = ("--nnodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    jobs = [start([TRAINER, "launch", *place, "--node_rank", node, script, tmp_path, killed]) for node in range(2)]
+    ends = [end_of(job) for job in jobs]
+    assert [code for code, _, _ in ends] == ([137, 1] if killed == 0 else [1, 137]), ends
+    said = ends[1 - killed][2]
+    assert f"machine {killed}: rank {killed} of 2 failed first: it was ended by SIGKILL; stopping the ranks of" in said
 
 
 def test_one_process_is_the_script_itself(tmp_path):

@@ -2,10 +2,13 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tr_dist.launching.agent import OtherLaunchers
 from tr_dist.launching.report import Ending, describe, exit_code, first_cause, read_ending
 
 LOST = "RuntimeError: [../pair.cc:534] Connection closed by peer [127.0.0.1]"
@@ -121,3 +124,26 @@ def test_a_hang_is_the_cause_though_the_watch_has_killed_a_rank():
 
 
 # Launchers of several machines
+
+
+def test_launchers_learn_how_another_has_failed():
+    store = dist.HashStore()
+    failed, other = (OtherLaunchers(lambda: store, "failed") for _ in range(2))
+    failed.tell("machine 1: rank 3 of 4 failed first")
+    deadline = time.monotonic() + 60
+    while not other.failed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert other.failed == "machine 1: rank 3 of 4 failed first"
+    for launchers in (failed, other):
+        launchers.close()
+        assert not launchers._thread.is_alive()
+
+
+def test_a_launcher_goes_on_when_the_store_of_the_others_is_gone():
+    def connect():
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    launchers = OtherLaunchers(connect, "failed")
+    launchers._thread.join(60)
+    launchers.close()
+    assert launchers.failed == ""

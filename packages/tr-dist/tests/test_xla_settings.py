@@ -7,21 +7,25 @@ import torch
 
 from tr_dist.xla import XLA, XlaSharding
 from tr_dist.xla.library import _make, check_environment
+from tr_dist.xla.replica_sharding import part_of_rows, read_settings
 
 V2 = {"xla": True, "xla_fsdp_v2": True}
 
 
-def test_the_keys_of_the_documentation_divide_a_model_over_the_devices_of_a_process():
-    given = {"xla": True, "xla_fsdp_grad_ckpt": True, "transformer_layer_cls_to_wrap": ["Block"]}
-    sharding = XlaSharding.from_config(["full_shard"], given)
+def test_the_keys_of_the_documentation_divide_a_model_over_replicas():
+    given = {"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}, "xla_fsdp_grad_ckpt": True}
+    sharding = XlaSharding.from_config(["full_shard"], {**given, "transformer_layer_cls_to_wrap": ["Block"]})
     assert sharding is not None
+    assert not sharding.over_devices
     assert sharding.recomputes
     assert (sharding.units.wrap, sharding.units.layer_classes) == ("TRANSFORMER_BASED_WRAP", ("Block",))
+    assert read_settings(sharding.settings) == {"shard_param_on_dim_0": True, "compute_dtype": torch.bfloat16}
 
 
-def test_the_second_version_divides_it_the_same_way():
+def test_the_second_version_divides_it_over_the_devices_of_a_process():
     sharding = XlaSharding.from_config(["full_shard"], {**V2, "min_num_params": 100, "version": 2})
     assert sharding is not None
+    assert sharding.over_devices
     assert (sharding.units.wrap, sharding.units.min_num_params) == ("SIZE_BASED_WRAP", 100)
 
 
@@ -42,14 +46,27 @@ def test_without_keys_nothing_is_divided():
             {**V2, "state_dict_type": "SHARDED_STATE_DICT"},
             "state_dict_type='SHARDED_STATE_DICT' is not",
         ),
-        (["full_shard"], {**V2, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "is not offered; leave them out"),
-        (["full_shard"], {"xla": True, "xla_fsdp_v2": False}, "XlaFullyShardedDataParallel's, which is not offered"),
+        (["full_shard"], {**V2, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "leave one of the two out"),
         (["full_shard"], {**V2, "xla_fsdp_grad_ckpt": True}, "computes units again, and there are none"),
     ],
 )
 def test_what_xla_does_not_have_is_refused(options, config, message):
     with pytest.raises(ValueError, match=message):
         XlaSharding.from_config(options, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"flatten_parameters": True}, "flatten_parameters=True .* take their shapes from"),
+        ({"shard_param_on_dim_0": False}, "shard_param_on_dim_0=False take"),
+        ({"compute_dtype": "float16"}, "compute_dtype='float16' is not known; it is 'float32' or 'bfloat16'"),
+        ({"sharding_groups": [[0]]}, "sharding_groups cannot be set; it takes reshard_after_forward"),
+    ],
+)
+def test_settings_that_cannot_be_had_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings(settings)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +98,14 @@ def test_a_missing_torch_xla_is_named(monkeypatch):
 def test_there_is_no_float16():
     with pytest.raises(ValueError, match=r"precision='fp16' is not supported on XLA.*use bf16=True"):
         XLA(precision="fp16")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_rows_that_replicas_hold_are_those_of_the_whole(world_size):
+    whole = torch.arange(14.0).reshape(7, 2)
+    parts = [part_of_rows(whole, rank, world_size) for rank in range(world_size)]
+    assert len({part.shape for part in parts}) == 1
+    assert torch.equal(torch.cat(parts)[:7], whole)
 
 
 def test_random_states_of_the_device_are_bytes_like_those_of_others():

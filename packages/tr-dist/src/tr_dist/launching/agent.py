@@ -14,15 +14,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
@@ -32,7 +34,7 @@ from tr_dist.launching import rank as rank_file
 from tr_dist.launching.launch import Launch, LaunchError
 from tr_dist.launching.report import Ending, describe, exit_code, first_cause, read_ending
 from tr_log.masking import mask_secrets
-from tr_log.streams import write_text
+from tr_log.streams import flush_streams, write_text
 
 # Schedulers send SIGUSR1 some minutes before they end a job.
 _PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
@@ -143,7 +145,12 @@ def run(launch: Launch) -> int:
     with restored_handlers():
         spec = _specification(launch)
         with _ErrorFiles() as notes:
-            return _run(Agent(launch, spec, notes), spec)
+            code = _run(Agent(launch, spec, notes), spec)
+    if launch.max_nodes > 1:
+        # A thread may wait for a store that does not answer, and torch's code aborts if it meets the interpreter's end.
+        flush_streams()
+        os._exit(code)
+    return code
 
 
 def say(text: str) -> None:
@@ -162,13 +169,87 @@ def _run(agent: Agent, spec: WorkerSpec) -> int:
         say(f"the machines did not meet, or lost the one where they met: {type(error).__name__}: {error}")
         return 1
     finally:
+        agent.others.close()
         if not is_leaving:
             spec.rdzv_handler.shutdown()
     if result is None or not result.is_failed():
         return 0
+    if agent.ends_with_others:
+        return 1
     endings = agent.endings()
     say(agent.report(endings))
     return exit_code(first_cause(endings).code) or 1
+
+
+class OtherLaunchers:
+    """Learns from the launchers of other machines that one has failed, and lets them know that this one has.
+
+    In a thread: the store where they met does not answer while its machine is stopped or cut off.
+
+    Args:
+        connect: opens a connection of its own to the store; None if there are no other machines.
+        key: the same for all of them.
+
+    Attributes:
+        failed: how another has failed; empty if none has.
+        failed_s: when that was seen.
+    """
+
+    def __init__(self, connect: Callable[[], Any] | None = None, key: str = "") -> None:
+        self.failed, self.failed_s = "", 0.0
+        self._connect, self._key, self._own = connect, key, ""
+        self._wake, self._is_over = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="other launchers", daemon=True)
+        if connect is not None:
+            self._thread.start()
+
+    @classmethod
+    def of(cls, group: WorkerGroup) -> OtherLaunchers:
+        """Return those of the machines that have met. Collective over them."""
+        store: Any = group.store
+        if (group.group_world_size or 1) < 2:
+            return cls()
+        if group.group_rank == 0 and not store.check([_NAME]):
+            store.set(_NAME, uuid.uuid4().hex)
+        key = f"{_NAME}-failed-{store.get(_NAME).decode()}"
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if not isinstance(store, TCPStore):
+            return cls()
+        host, port = store.host, store.port
+        return cls(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False), key)
+
+    def tell(self, text: str) -> None:
+        """Let the others know how this one has failed."""
+        self._own = text
+        self._wake.set()
+
+    def close(self) -> None:
+        """Ask no more. Waits some seconds if this one has failed: it may serve the store that the others ask."""
+        if self._connect is None:
+            return
+        if self._own and not self.failed:
+            time.sleep(3 * _ASK_S)
+        self._is_over = True
+        self._wake.set()
+        self._thread.join(_ASK_S)
+
+    def _run(self) -> None:
+        assert self._connect is not None
+        with contextlib.suppress(RuntimeError, OSError):  # who serves the store is gone
+            store = self._connect()
+            while not self._is_over or self._own:
+                if self._own:
+                    store.set(self._key, self._own)
+                    return
+                if store.check([self._key]):
+                    self.failed_s = time.monotonic()
+                    self.failed = store.get(self._key).decode()
+                    return
+                self._wake.wait(_ASK_S)
+
+
+_NAME, _ASK_S = "tr-launchers", 1.0
 
 
 class Agent(LocalElasticAgent):
@@ -178,6 +259,10 @@ class Agent(LocalElasticAgent):
         launch: what to start.
         spec: the same in torch's terms.
         notes: the files to which ranks write their exceptions.
+
+    Attributes:
+        others: the launchers of the other machines.
+        ends_with_others: whether the ranks were stopped because those of another machine have failed.
     """
 
     def __init__(self, launch: Launch, spec: WorkerSpec, notes: _ErrorFiles) -> None:
@@ -185,9 +270,12 @@ class Agent(LocalElasticAgent):
         self._launch, self._notes = launch, notes
         self._ended: dict[int, int] = {}
         self._told_to_stop: list[Any] = []
+        self.others, self.ends_with_others = OtherLaunchers(), False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # type: ignore[override]
         raise_signals()
+        self.others.close()
+        self.others = OtherLaunchers.of(worker_group)
         started: Any = super()._start_workers(worker_group)  # type: ignore[call-arg]
         self._ended = {}
         context: Any = self._pcontext
@@ -197,10 +285,24 @@ class Agent(LocalElasticAgent):
             # Called as soon as one has failed: the failed ones are known now, before the others are gone too.
             codes = {local_rank: process.returncode for local_rank, process in self._processes().items()}
             self._ended = self._ended or {rank: code for rank, code in codes.items() if code is not None}
+            if any(self._ended.values()) and self._remaining_restarts == 0:
+                self.others.tell(f"machine {worker_group.group_rank}: {self.report(self.endings()).splitlines()[0]}")
             close(death_sig, timeout)
 
         context.close = close_others
         return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # type: ignore[override]
+        result: Any = super()._monitor_workers(worker_group)  # type: ignore[call-arg]
+        others, context = self.others, self._pcontext
+        if result.state != WorkerState.HEALTHY or not others.failed or self._remaining_restarts or context is None:
+            return result
+        if time.monotonic() - others.failed_s < _AFTER_FAILURE_S:
+            return result  # mostly the ranks here fail of themselves, and say where
+        say(f"{others.failed}; stopping the ranks of this machine, which wait for it in vain")
+        self.ends_with_others = True
+        context.close(signal.SIGTERM, _AFTER_FAILURE_S)
+        return RunResult(state=WorkerState.FAILED)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
         if any(self._ended.values()):

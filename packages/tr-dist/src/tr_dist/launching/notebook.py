@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -80,10 +81,13 @@ def notebook_launcher(
         return
     with tempfile.TemporaryDirectory(prefix="tr_notebook_") as folder:
         context: Any = multiprocessing.get_context("fork")
-        started = (os.getpid(), variables, folder, function, tuple(args))
-        processes = [context.Process(target=_become_rank, args=(rank, *started)) for rank in range(count)]
+        start = _Start()
+        processes = [
+            context.Process(target=_become_rank, args=(rank, start, variables, folder, function, tuple(args)))
+            for rank in range(count)
+        ]
         flush_streams()
-        _run(processes)
+        _run(start, processes)
         if any(process.exitcode for process in processes):
             raise NotebookError(_report(processes, folder))
 
@@ -155,7 +159,7 @@ def _set(variables: dict[str, str]) -> Any:
 
 def _become_rank(
     rank: int,
-    notebook: int,
+    start: _Start,
     variables: dict[str, str],
     folder: str,
     function: Callable[..., Any],
@@ -167,9 +171,7 @@ def _become_rank(
     torch.set_num_threads(1)
     here.keep_inherited()
     try:
-        os.setsid()  # an interrupt of the terminal reaches the notebook alone, which passes it on
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        end_with(notebook, _SAVE_S)
+        start.begin()
         function(*args)
     except SystemExit:
         raise
@@ -180,35 +182,71 @@ def _become_rank(
         sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _start(processes: list[BaseProcess]) -> None:
-    """Start all processes; an interrupt waits until all are known, so that none is left alone."""
-    interrupts: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    former = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number)) if is_main else None
-    try:
+class _Start:
+    """Starts the processes, and holds an interrupt back until each can receive it: it would be lost to them.
+
+    A process inherits that it is held back until `begin`, and so loses what a terminal sends to the whole group: the
+    notebook passes it on.
+    """
+
+    def __init__(self) -> None:
+        self._notebook = os.getpid()
+        self._former: Any = signal.getsignal(signal.SIGINT)
+        self._is_interrupted = False
+        self._ends = (-1, -1)
+
+    def start(self, processes: list[BaseProcess]) -> None:
+        """Start all, and wait until each has begun; then be interrupted, if the user did that meanwhile."""
+        if threading.current_thread() is not threading.main_thread():  # no other is interrupted
+            self._start(processes)
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            self._start(processes)
+        finally:
+            self._restore()
+        if self._is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+
+    def begin(self) -> None:
+        """In a started process: get interrupts from the notebook alone, and tell it that this one can get them."""
+        os.setsid()
+        end_with(self._notebook, _SAVE_S)
+        self._restore()
+        os.write(self._ends[1], b".")
+        for end in self._ends:
+            os.close(end)
+
+    def _start(self, processes: list[BaseProcess]) -> None:
         for process in processes:
-            process.start()
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, former)
-    if interrupts:
-        raise KeyboardInterrupt
+            self._ends = os.pipe()
+            with open(self._ends[0], "rb") as begun:
+                try:
+                    process.start()
+                finally:
+                    os.close(self._ends[1])
+                begun.read(1)  # nothing, if it has ended
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted = True
+
+    def _restore(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if self._former is None else self._former)
 
 
-def _run(processes: list[BaseProcess]) -> None:
+def _run(start: _Start, processes: list[BaseProcess]) -> None:
     """Start all processes and wait for them; after a failure or an interrupt stop the others."""
     try:
-        _start(processes)
-        try:
-            while running := [process for process in processes if process.is_alive()]:
-                if any(process.exitcode for process in processes):  # also one that the line above found ended
-                    break
-                wait([process.sentinel for process in running])
-        except KeyboardInterrupt:
-            _signal(processes, signal.SIGINT)
-            _join(processes, _SAVE_S)
-            raise
+        start.start(processes)
+        while running := [process for process in processes if process.is_alive()]:
+            if any(process.exitcode for process in processes):  # also one that the line above found ended
+                break
+            wait([process.sentinel for process in running])
         _join(processes, _GRACE_S)
+    except KeyboardInterrupt:
+        _signal(processes, signal.SIGINT)
+        _join(processes, _SAVE_S)
+        raise
     finally:
         _signal(processes, signal.SIGTERM)
         _join(processes, _STOP_S)

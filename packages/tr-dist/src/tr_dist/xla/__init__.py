@@ -1,4 +1,4 @@
-"""Train on XLA devices (TPUs, and PJRT's CPU), by torch_xla: a whole model a process, or one over many devices."""
+"""Train on XLA devices (TPUs, and PJRT's CPU), by torch_xla: one replica a process, or one model over many devices."""
 
 from tr_dist.xla.settings import XlaSharding
 from tr_dist.xla.strategy import XLA

@@ -122,9 +122,9 @@ def check_environment(environ: Mapping[str, str], *, use_cpu: bool = False) -> N
     if world_size := started_processes(environ):
         raise ValueError(
             f"strategy='xla' in one of {world_size} processes (WORLD_SIZE), which torch_xla would not know of each "
-            "other: start one process a machine; to use several devices in it set fsdp_config={'xla': True}, or call "
-            "torch_xla.launch(function) in the script. To train in these processes without XLA, set strategy='ddp' or "
-            "USE_TORCH_XLA=0"
+            "other: start one process a machine; to use several devices in it set fsdp_config={'xla': True, "
+            "'xla_fsdp_v2': True}, or call torch_xla.launch(function) in the script. To train in these processes "
+            "without XLA, set strategy='ddp' or USE_TORCH_XLA=0"
         )
 
 
@@ -139,5 +139,5 @@ def check_replicas(library: Library) -> None:
         raise ValueError(
             f"{replicas} replicas on PJRT's CPU (CPU_NUM_DEVICES={os.environ.get('CPU_NUM_DEVICES', 'unset')}) cannot "
             "exchange gradients: collectives between them never end; unset CPU_NUM_DEVICES to train in one, or divide "
-            "one process's model and batches over the devices with fsdp_config={'xla': True}"
+            "one process's model and batches over the devices with fsdp_config={'xla': True, 'xla_fsdp_v2': True}"
         )

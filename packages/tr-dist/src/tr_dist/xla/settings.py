@@ -31,21 +31,29 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
 class XlaSharding:
     """How a model is divided over XLA devices.
 
-    One process divides weights, optimizer state and batches over all devices that it sees, and the compiler adds the
-    communication (SPMD, `xla_fsdp_v2`).
-
     Attributes:
+        over_devices: one process divides weights, optimizer state and batches over all devices that it sees, and the
+            compiler adds the communication (SPMD, `xla_fsdp_v2`). Otherwise every process has one device and a part of
+            each parameter (`XlaFullyShardedDataParallel`).
         units: the modules that are gathered and computed as one.
         recomputes: keep none of a unit's activations: recompute them in the backward pass (`xla_fsdp_grad_ckpt`).
+        settings: keyword arguments of `XlaFullyShardedDataParallel` (`xla_fsdp_settings`), such as `compute_dtype`.
 
     Raises:
         ValueError: they contradict each other.
     """
 
+    over_devices: bool = True
     units: Sharding = field(default_factory=Sharding)
     recomputes: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.over_devices and self.settings:
+            raise ValueError(
+                f"fsdp_config: xla_fsdp_settings ({', '.join(self.settings)}) are XlaFullyShardedDataParallel's, and "
+                "xla_fsdp_v2=True has the compiler divide the model; leave one of the two out"
+            )
         if self.recomputes and self.units.wrap == "NO_WRAP":
             raise ValueError(
                 "fsdp_config: xla_fsdp_grad_ckpt=True computes units again, and there are none; name their class in "
@@ -65,18 +73,17 @@ class XlaSharding:
         for option in options:
             if option not in ("full_shard", "auto_wrap"):
                 raise ValueError(f"fsdp={option!r} is not supported on XLA; use 'full_shard' or 'full_shard auto_wrap'")
-        if config.get("xla_fsdp_v2") is False or config.get("xla_fsdp_settings"):
-            raise ValueError(
-                "fsdp_config: xla_fsdp_v2=False and xla_fsdp_settings are XlaFullyShardedDataParallel's, which is not "
-                "offered; leave them out: the compiler divides the model over the devices of one process (for "
-                "compute_dtype set bf16=True)"
-            )
         known = (*KEYS, *_UNITS)
         for key, value in config.items():
             if key not in known and (key not in _AS_IT_IS or value not in _AS_IT_IS[key]):
                 raise ValueError(f"fsdp_config: {key}={value!r} is not supported on XLA; leave it out")
         units = Sharding.from_config(options, {key: config[key] for key in _UNITS if key in config})
-        return cls(units=units, recomputes=bool(config.get("xla_fsdp_grad_ckpt")))
+        return cls(
+            over_devices=bool(config.get("xla_fsdp_v2")),
+            units=units,
+            recomputes=bool(config.get("xla_fsdp_grad_ckpt")),
+            settings=config.get("xla_fsdp_settings") or {},
+        )
 
 
 def _check_nothing_asked(options: Collection[str], config: Mapping[str, Any]) -> None:
@@ -84,6 +91,6 @@ def _check_nothing_asked(options: Collection[str], config: Mapping[str, Any]) ->
         raise ValueError(f"fsdp_config: {lone[0]} has no effect without xla=True beside it; add it, or leave it out")
     if options:
         raise ValueError(
-            f"fsdp={' '.join(options)!r} with strategy='xla' needs fsdp_config={{'xla': True}}; "
+            f"fsdp={' '.join(options)!r} with strategy='xla' needs fsdp_config={{'xla': True, 'xla_fsdp_v2': True}}; "
             "without it XLA keeps whole weights on each device; give it, or leave fsdp out"
         )

@@ -10,20 +10,20 @@ import importlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from tr_dist.base import OnDevice, precision_of, total_norm
+from tr_dist.base import OnDevice, consumes_gradients, precision_of, total_norm
 from tr_dist.fsdp.settings import choose_units
 from tr_dist.replica import check_trainable
 from tr_dist.state_part import StatePart
 from tr_dist.xla.library import check_replicas, load_torch_xla
+from tr_dist.xla.replica_sharding import ReplicaSharding, module_state, move, to_host
 from tr_dist.xla.settings import XlaSharding
-from tr_dist.xla.transfer import module_state, move, to_host
 
 AXIS = "fsdp"
 
@@ -46,10 +46,10 @@ class DeviceSharding:
 
     def __init__(self, runtime: Any) -> None:
         runtime.use_spmd()
-        if (processes := runtime.process_count()) > 1:
+        if runtime.process_count() > 1:
             raise ValueError(
-                f"fsdp_config={{'xla': True}} divides the batches of one process, and this job has {processes}; use "
-                "one machine"
+                f"xla_fsdp_v2=True divides the batches of one process, and this job has {runtime.process_count()}; "
+                "use one machine"
             )
         import numpy as np
 
@@ -127,6 +127,7 @@ class XLA(OnDevice):
         local_rank: number of this replica on its machine, from 0.
         world_size: number of replicas; 1 where one process divides its batches over many devices.
         binds_optimizer: True: moving a model replaces its parameters, which an optimizer must have.
+        forward_is_collective: whether a forward gathers weights from other replicas.
 
     Raises:
         ValueError: torch_xla is not installed or was switched off, or does not support an argument.
@@ -134,7 +135,6 @@ class XLA(OnDevice):
 
     acts_on = frozenset({"fsdp"})
     binds_optimizer = True
-    forward_is_collective = False
 
     def __init__(self, sharding: XlaSharding | None = None, *, precision: str = "no", use_cpu: bool = False) -> None:
         if precision not in ("no", "bf16"):
@@ -144,7 +144,7 @@ class XLA(OnDevice):
             )
         self._library = load_torch_xla(use_cpu=use_cpu)
         self.sharding, runtime = sharding, self._library.runtime
-        self.over_devices = None if sharding is None else DeviceSharding(runtime)
+        self.over_devices = DeviceSharding(runtime) if sharding is not None and sharding.over_devices else None
         if self.over_devices is None:
             check_replicas(self._library)
         super().__init__(self._library.torch_xla.device(), precision=precision)
@@ -152,6 +152,9 @@ class XLA(OnDevice):
         self.rank = 0 if is_alone else runtime.global_ordinal()
         self.local_rank = 0 if is_alone else runtime.local_ordinal()
         self.world_size = 1 if is_alone else runtime.world_size()
+        is_by_replicas = sharding is not None and not sharding.over_devices
+        self._by_replicas = ReplicaSharding(self._library, sharding.settings) if sharding and is_by_replicas else None
+        self.forward_is_collective = is_by_replicas
         self._is_uncut = False
         self._tags = itertools.count()
 
@@ -177,6 +180,8 @@ class XLA(OnDevice):
         move(model, self.device)
         if self.world_size > 1:
             self._library.model.broadcast_master_param(model)
+        if self._by_replicas is not None:
+            return self._by_replicas.wrap(model, units, recomputes=recomputes)
         if self.over_devices is not None:
             self.over_devices.divide(model, units)
         if recomputes:
@@ -188,7 +193,8 @@ class XLA(OnDevice):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
-        return getattr(model, "_orig_mod", model)
+        inner = getattr(model, "_orig_mod", model)
+        return vars(inner).get("original", (inner,))[0]
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer has the parameters of the model; moving the model has replaced them.
@@ -203,14 +209,21 @@ class XLA(OnDevice):
                 "parameters: it would train what nobody uses. Name it by optim or optimizer_cls_and_kwargs, or build "
                 "it after prepare()"
             )
+        if self._by_replicas is not None and consumes_gradients(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} consumes gradients in the backward pass, where "
+                "XlaFullyShardedDataParallel has none for it yet; use another optimizer, or divide the model with "
+                "xla_fsdp_v2=True"
+            )
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
         """Run forward and backward of one micro-batch inside this context; it is executed unless the update is next."""
         if self._is_uncut:
             self._cut()
-        yield
-        if sync and self.world_size > 1:
+        with nullcontext() if sync or self._by_replicas is None else cast("Any", model).no_sync():
+            yield
+        if sync and self.world_size > 1 and self._by_replicas is None:
             self._average(model)
         self._is_uncut = sync
         if not sync:
@@ -234,6 +247,7 @@ class XLA(OnDevice):
         """
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], self.device)
+        norm = norm if self._by_replicas is None else self._by_replicas.norm(norm)
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -283,15 +297,22 @@ class XLA(OnDevice):
 
         They are full, and the same on every replica. They can be loaded without XLA, and the reverse.
         """
-        inner = self.unwrap(model)
-        parts = {"model": StatePart(partial(module_state, inner), inner.load_state_dict)}
+        by, inner = self._by_replicas, self.unwrap(model)
+        if by is None:
+            parts = {"model": StatePart(partial(module_state, inner), inner.load_state_dict)}
+            if optimizer is not None:
+                parts["optimizer"] = StatePart(lambda: to_host(optimizer.state_dict()), optimizer.load_state_dict)
+            return parts
+        parts = {"model": StatePart(partial(by.model_state, model), partial(by.load_model_state, model))}
         if optimizer is not None:
-            parts["optimizer"] = StatePart(lambda: to_host(optimizer.state_dict()), optimizer.load_state_dict)
+            save, load = partial(by.optimizer_state, optimizer), partial(by.load_optimizer_state, optimizer)
+            parts["optimizer"] = StatePart(save, load)
         return parts
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of the unwrapped model, in host memory."""
-        return module_state(self.unwrap(model))
+        by = self._by_replicas
+        return module_state(self.unwrap(model)) if by is None else by.model_state(model)
 
     def close(self, *, failed: bool = False) -> None:
         """Run what is still recorded; there is no process group."""
