@@ -221,16 +221,7 @@ def robustness(session: nox.Session) -> None:
     """End, fail, kill, restart and resize jobs of several processes and machines, and count what went wrong."""
     session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
     session.run("pytest", "tests/campaigns/robustness", env=TEST_ENVIRONMENT)
-    for script, *options in (
-        ("clean_exits", "--runs", "200", "--programs", "20", "--control", "16"),
-        ("failures",),
-        ("failures", "--by", "launch"),
-        ("kills",),
-        ("restarts", "--runs", "20"),
-        ("elastic",),
-        ("cuts",),
-    ):
-        session.run("python", f"tests/campaigns/robustness/{script}.py", *options, env=TEST_ENVIRONMENT)
+    session.run("python", "tests/campaigns/robustness/run.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

@@ -1,9 +1,8 @@
 """Cut the network between the two machines of a job, and see what each says when, how both end, and what goes on.
 
-`python cuts.py` does so under `trainer launch` and torchrun, by a link that is taken down and by
-packets that are dropped. It prints a table, and last `N cuts, M judged wrong`; it exits with 1 if M is not 0. Each
-machine has to say within 90 seconds for whom it waits, again at least every 90 seconds, and to end with another code
-than 0; the job has to go on from its checkpoint, when the network is there again, to the bits of one left alone.
+Under `trainer launch` and torchrun, by a link that is taken down and by packets that are dropped. Each machine has to
+say within 90 seconds for whom it waits, again at least every 90 seconds, and to end with another code than 0; the job
+has to go on from its checkpoint, when the network is there again, to the bits of one left alone.
 
 The machines are namespaces of this one: of the network, of processes, of the host's name and of shared memory. That
 takes Linux, the programs `ip` and `unshare`, and the permission to use them, as root has in most containers.
@@ -11,27 +10,25 @@ takes Linux, the programs `ip` and `unshare`, and the permission to use them, as
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from kills import read_end
 from machines import Machine, commands, two_machines
 from rank_programs import RANK_RUN, Job
+from runner import Case, Options
 
 LIMIT_S = 300
 AT_STEP = 6
+HANG_TIMEOUT_S = 150
 ROWS = 160  # forty steps
 SAID_WITHIN_S = 90
 # What is a machine's word about its state, and how much of it a table shows.
@@ -130,20 +127,27 @@ def network() -> Iterator[tuple[list[Machine], int]]:
         )
 
 
-def run(
-    folder: Path, out: Path, launcher: str, arguments: dict[str, object], cut: str | None
-) -> tuple[str, list[Side]]:
+def run(folder: Path, out: Path, launcher: str, cut: str | None) -> tuple[str, list[Side]]:
     """Run a job of two machines to its end, or cut their network at a step; return how, and both sides."""
     how, cut_s = "", 0.0
     with network() as (machines, port), Job(folder) as job:
-        script = [RANK_RUN, out, "--rows", ROWS, "--step_s", "0.2", "--arguments", json.dumps(arguments)]
+        script = [
+            RANK_RUN,
+            out,
+            "--rows",
+            ROWS,
+            "--step_s",
+            "0.2",
+            "--arguments",
+            json.dumps({"hang_timeout": HANG_TIMEOUT_S}),
+        ]
         for machine, command in zip(machines, commands(launcher, machines, port, 1), strict=True):
             job.start([*command, *script], **machine.variables)
         if cut is not None:
             _wait_for_step(out, job)
             how, cut_s = CUTS[cut](machines), time.time()
         words, seen, times = ([], []), [0, 0], [0.0, 0.0]
-        deadline = time.monotonic() + (LIMIT_S if cut is None else _limit_s(arguments))
+        deadline = time.monotonic() + (LIMIT_S if cut is None else LIMIT_S + HANG_TIMEOUT_S)
         while not all(times) and time.monotonic() < deadline:
             time.sleep(0.2)
             for number, program in enumerate(job.programs):
@@ -160,11 +164,6 @@ def run(
     ]  # fmt: skip
 
 
-def _limit_s(arguments: dict[str, object]) -> float:
-    """Return how long both sides may take to end: the kernel gives up after a quarter of an hour."""
-    return 2000.0 if "hang_timeout" not in arguments else LIMIT_S + float(str(arguments["hang_timeout"]))
-
-
 def _words(said: str, after_s: float) -> list[Word]:
     words = [Word(after_s, match[0]) for match in _WORD.finditer(said)]
     follows = _FOLLOWS.search(said)
@@ -179,50 +178,25 @@ def _wait_for_step(out: Path, job: Job) -> None:
         time.sleep(0.1)
 
 
-def campaign(root: Path, launchers: list[str], cuts: list[str], arguments: dict[str, object]) -> Iterator[list[str]]:
-    """Yield for each cut what is wrong; print its rows of the table."""
-    for launcher in launchers:
-        alone = root / launcher.replace(" ", "-")
-        run(alone / "job", alone / "out", launcher, arguments, None)
-        for cut in cuts:
-            place = alone / cut
-            how, sides = run(place / "job", place / "out", launcher, arguments, cut)
-            run(place / "again", place / "out", launcher, arguments, None)
-            is_same = read_end(place / "out") == read_end(alone / "out")
-            resumed = "equal to the bit" if is_same else "DIFFERS"
-            for number, side in enumerate(sides):
-                code = "killed" if side.code is None else str(side.code)
-                print(f"{launcher} | {how} | machine {number} | ended after {side.after_s:.0f} s | {code} | {resumed}")
-                for word in side.words:
-                    print(f"    {word.after_s:6.0f} s  {word.text[:_SHOWN]}")
-            sys.stdout.flush()
-            wrong = [f"machine {number} {each}" for number, side in enumerate(sides) for each in side.wrong()]
-            yield [*wrong, *([] if is_same else ["the job that went on ended otherwise"])]
+def cuts(options: Options) -> Iterator[Case]:
+    """Yield the cuts, by launcher."""
+    for launcher in ("trainer launch", "torchrun"):
+        for cut in CUTS:
+            alone = options.folder / launcher.replace(" ", "-")
+            yield Case(f"{launcher}, {cut}", partial(_cut, launcher, cut, alone))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--launcher", choices=("trainer launch", "torchrun"), action="append")
-    parser.add_argument("--cut", choices=sorted(CUTS), action="append")
-    parser.add_argument("--hang_timeout", type=float, default=150.0, help="0: unset, and the kernel gives up first")
-    options = parser.parse_args(arguments)
-    launchers, cuts = options.launcher or ["trainer launch", "torchrun"], options.cut or sorted(CUTS)
-    settings: dict[str, object] = {"hang_timeout": options.hang_timeout} if options.hang_timeout else {}
-    judged: list[list[str]] = []
-    print("launcher | cut | machine | end | exit code | the job that went on", flush=True)
-    with tempfile.TemporaryDirectory(prefix="cuts-") as root:
-        try:
-            for wrong in campaign(Path(root), launchers, cuts, settings):
-                judged.append(wrong)
-                print("".join(f"    WRONG: {each}\n" for each in wrong), end="", flush=True)
-        except PermissionError as error:
-            print(f"nothing was cut: {error}")
-            return 2
-    bad = sum(map(bool, judged))
-    print(f"{len(judged)} cuts, {bad} judged wrong")
-    return 1 if bad or len(judged) != len(list(product(launchers, cuts))) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _cut(launcher: str, cut: str, alone: Path, folder: Path) -> str:
+    """Return what is wrong with a job whose network is cut; print what its machines said."""
+    if not alone.exists():
+        run(alone / "job", alone / "out", launcher, None)
+    how, sides = run(folder / "job", folder / "out", launcher, cut)
+    run(folder / "again", folder / "out", launcher, None)
+    for number, side in enumerate(sides):
+        code = "killed" if side.code is None else str(side.code)
+        print(f"  {launcher} | {how} | machine {number} | ended after {side.after_s:.0f} s | {code}")
+        for word in side.words:
+            print(f"    {word.after_s:6.0f} s  {word.text[:_SHOWN]}", flush=True)
+    wrong = [f"machine {number} {each}" for number, side in enumerate(sides) for each in side.wrong()]
+    is_same = read_end(folder / "out") == read_end(alone / "out")
+    return "; ".join([*wrong, *([] if is_same else ["the job that went on ended otherwise"])])

@@ -1,25 +1,22 @@
 """Let a job of two machines lose one and get another, and see that every row of the data was used once.
 
-`python elastic.py` starts two agents on this machine, kills one with its rank, waits until the job
-goes on with one, starts another, and waits until it goes on with two and ends. It prints what each start did, and last
-`N of N jobs used every row once`; it exits with 1 if one did not.
+Two agents are started on this machine; one is killed with its rank, and when the job has gone on with the other, a
+third is started, with which the job ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
-import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from rank_programs import RANK_RUN, TORCHRUN, TRAINER, Job, free_port
+from runner import Case, Options
 from sample_records import read_starts, rows_of_steps
 
 ROWS = 160  # forty steps of two machines
@@ -40,8 +37,16 @@ def command_of(launcher: str, port: int, out: Path, strategy: str) -> list[objec
     return [*options, *place, *script]
 
 
-def two_one_two(launcher: str, strategy: str, root: Path, say: Callable[[str], None]) -> list[str]:
+def resized(options: Options) -> Iterator[Case]:
+    """Yield jobs that go from two machines to one and back."""
+    for launcher, strategy in product(("trainer launch", "torchrun"), ("ddp", "fsdp")):
+        label = f"{launcher}, {strategy}: 2 -> 1 -> 2 machines"
+        yield Case(label, partial(_two_one_two, launcher, strategy))
+
+
+def _two_one_two(launcher: str, strategy: str, root: Path) -> str:
     """Return what is wrong with a job that goes from two machines to one and back."""
+    say = lambda text: print(f"  {text}", flush=True)  # noqa: E731
     out, port = root / "out", free_port()
     command = command_of(launcher, port, out, strategy)
     # torchrun needs to be told what `trainer launch` knows: else a start reads addresses of the one before.
@@ -70,7 +75,7 @@ def two_one_two(launcher: str, strategy: str, root: Path, say: Callable[[str], N
     if used != list(range(ROWS)):
         lost = sorted(set(range(ROWS)) - set(used))
         wrong.append(f"{len(used)} rows were used; lost {lost}, repeated {len(used) - len(set(used))}")
-    return wrong
+    return "; ".join(wrong)
 
 
 def wait_until(is_so: Callable[[], bool], what: str, job: Job) -> None:
@@ -117,33 +122,3 @@ def _sizes(out: Path) -> list[int]:
     """Return how many ranks each start had."""
     meetings = {start[0]["meeting"]: start[0]["world_size"] for start in read_starts(out) if start}
     return [meetings[meeting] for meeting in sorted(meetings)]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--launcher", choices=("trainer launch", "torchrun"), action="append")
-    parser.add_argument("--strategy", choices=("ddp", "fsdp"), action="append")
-    options = parser.parse_args(arguments)
-    jobs = [
-        (launcher, s)
-        for launcher in options.launcher or ["trainer launch", "torchrun"]
-        for s in options.strategy or ["ddp", "fsdp"]
-    ]
-    good = 0
-    for launcher, strategy in jobs:
-        began_s = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="elastic-") as root:
-            try:
-                wrong = two_one_two(launcher, strategy, Path(root), lambda text: print(f"  {text}", flush=True))
-            except TimeoutError as error:
-                wrong = [str(error)]
-        good += not wrong
-        said = "".join(f"; WRONG: {each}" for each in wrong)
-        print(f"{launcher}, {strategy}: 2 -> 1 -> 2 machines, {time.monotonic() - began_s:.0f} s{said}", flush=True)
-    print(f"{good} of {len(jobs)} jobs used every row once")
-    return 0 if good == len(jobs) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,26 +1,22 @@
 """Let one rank fail in every way, and see that all end, how soon, with which exit codes, and what is said first.
 
-`python failures.py` prints a line for each failure and, last, `N failures, M judged wrong`; it exits
-with 1 if M is not 0. Ranks are forks of an interpreter (`forked_ranks.py`), started by nobody, so that each has to end
-by itself; `--by launch` and `--by torchrun` start programs by `trainer launch` or torchrun, which end the others.
+Ranks are forks of an interpreter (`forked_ranks.py`), started by nobody, so that each has to end by itself; or programs
+that `trainer launch` or torchrun starts, which end the others.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import re
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rank_programs import RANK_RUN, TORCHRUN, TRAINER, End, Job, Nursery
+from rank_programs import RANK_RUN, TORCHRUN, TRAINER, End, Job, nursery
+from runner import WRONG_END, Case, Options, Tally
 
 LIMIT_S = 240
 # From the failure to the end of the last process. On an idle machine it is one or two; the rest is for busy ones.
@@ -103,35 +99,34 @@ def first_error(said: str) -> str:
     return found.group() if found else ""
 
 
-def each(
-    chosen: Sequence[tuple[Failure, str]], launcher: str
-) -> Iterator[tuple[str, float, list[int | None], list[str]]]:
-    """Yield what each failure is, the seconds until all had ended, their exit codes or the launcher's, what is wrong.
+def failures_by(launcher: str) -> Callable[[Options], Iterator[Case]]:
+    """Return what yields each failure with each strategy, of ranks that `launch`, `torchrun` or `nobody` starts."""
 
-    Args:
-        chosen: failures, each with a strategy.
-        launcher: `launch` or `torchrun`; `nobody` forks the ranks.
-    """
-    with ExitStack() as stack:
-        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="failures-"))
-        nursery = stack.enter_context(Nursery()) if launcher == "nobody" else None
-        for number, (failure, strategy) in enumerate(chosen):
-            folder, rank = Path(root, str(number)), (number + number // 2) % 2
-            options = [folder / "out", "--strategy", strategy, "--rank", str(rank), *failure.options]
-            if nursery is not None:
-                ends = nursery.run(2, options, folder, LIMIT_S)
-                left = nursery.left_over()
-            else:
-                with Job(folder) as job:
-                    job.start([*_COMMANDS[launcher], RANK_RUN, *options])
-                    ends = job.ends(LIMIT_S)
-                    left = job.left_over()
-            after_s, wrong = _seconds_after(folder, ends), ["it did not strike: " + ends[0].said[-500:]]
-            if after_s is not None and nursery is not None:
-                wrong = judge(failure, rank, ends, after_s, left)
-            elif after_s is not None:
-                wrong = _judge_launched(failure, rank, ends[0], after_s, left, launcher)
-            yield f"{failure.name}, rank {rank} of {strategy}", after_s or 0.0, [end.code for end in ends], wrong
+    def cases(options: Options) -> Iterator[Case]:
+        for number, (failure, strategy) in enumerate(product(FAILURES, ("ddp", "fsdp"))):
+            rank = (number + number // 2) % 2
+            work = partial(_fail, launcher, failure, strategy, rank)
+            yield Case(f"{failure.name}, rank {rank} of {strategy}", work)
+
+    return cases
+
+
+def _fail(launcher: str, failure: Failure, strategy: str, rank: int, folder: Path) -> Tally:
+    words = [folder / "out", "--strategy", strategy, "--rank", str(rank), *failure.options]
+    if launcher == "nobody":
+        ends, left = nursery().run(2, words, folder, LIMIT_S), nursery().left_over()
+    else:
+        with Job(folder) as job:
+            job.start([*_COMMANDS[launcher], RANK_RUN, *words])
+            ends, left = job.ends(LIMIT_S), job.left_over()
+    after_s = _seconds_after(folder, ends)
+    if after_s is None:
+        return Tally.of("it did not strike: " + ends[0].said[-500:])
+    if launcher == "nobody":
+        wrong = judge(failure, rank, ends, after_s, left)
+    else:
+        wrong = _judge_launched(failure, rank, ends[0], after_s, left, launcher)
+    return Tally(1, Counter({f"all ended within {math.ceil(after_s)} s": 1}), [(WRONG_END, text) for text in wrong])
 
 
 _COMMANDS = {"launch": [*TRAINER, "--nproc", "2"], "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node=2"]}
@@ -160,29 +155,3 @@ def _judge_launched(
 def _seconds_after(folder: Path, ends: Sequence[End]) -> float | None:
     struck = folder / "out" / "struck"
     return max(end.time_s for end in ends) - float(struck.read_text()) if struck.exists() else None
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--by", choices=("nobody", "launch", "torchrun"), default="nobody")
-    parser.add_argument("--strategy", choices=("ddp", "fsdp"), action="append")
-    parser.add_argument("--only", default="", help="part of a failure's name")
-    parser.add_argument("--every", type=int, default=1, help="only one of so many failures")
-    options = parser.parse_args(arguments)
-    chosen = [
-        (failure, strategy)
-        for failure, strategy in product(FAILURES, options.strategy or ("ddp", "fsdp"))
-        if options.only in failure.name
-    ][:: options.every]
-    began_s, done, bad, longest_s = time.monotonic(), 0, 0, 0.0
-    for name, after_s, codes, wrong in each(chosen, options.by):
-        done, bad, longest_s = done + 1, bad + bool(wrong), max(longest_s, after_s)
-        print(f"{name:<62} {codes!s:<12} {after_s:>5.1f} s{''.join(f'; WRONG: {each}' for each in wrong)}", flush=True)
-    print(f"{time.monotonic() - began_s:.0f} s; from a failure to the end of all at most {longest_s:.1f} s")
-    print(f"{done} failures, {bad} judged wrong")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

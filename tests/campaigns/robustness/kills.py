@@ -1,27 +1,24 @@
 """Kill one of two ranks at each of many moments, start the job again, and compare its end with that of one left alone.
 
-`python kills.py` prints a line for each kill and, last, `N kills, M judged wrong`; it exits with 1 if
-M is not 0. The other rank is left to itself: it has to end, and must not harm what is saved. What is compared are the
-bits of the weights, all that was logged, and which rows each step used.
+The other rank is left to itself: it has to end, and must not harm what is saved. What is compared are the bits of the
+weights, all that was logged, and which rows each step used.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import re
-import sys
-import tempfile
-import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rank_programs import Nursery
+from rank_programs import nursery
+from runner import WRONG_END, Case, Options, Tally
 from sample_records import read_starts, rows_of_steps
 
 LIMIT_S = 240
@@ -116,40 +113,40 @@ class Campaign:
     """Kills in one way to train.
 
     Args:
-        nursery: what ranks are forked of.
         root: an empty folder.
         options: options of `rank_run.py` that every run has.
     """
 
-    def __init__(self, nursery: Nursery, root: Path, options: list[str]) -> None:
-        self._nursery, self._root, self._options = nursery, root, options
-        ends = nursery.run(2, [root / "alone" / "out", *options], root / "alone", LIMIT_S)
+    def __init__(self, root: Path, options: list[str]) -> None:
+        self._options = options
+        ends = nursery().run(2, [root / "alone" / "out", *options], root / "alone", LIMIT_S)
         if any(end.code for end in ends):
             raise RuntimeError(f"the run left alone ended with {[end.code for end in ends]}: {ends[0].said}")
         self.out = root / "alone" / "out"
         self.end = read_end(self.out)
         self.rows = rows_of_steps(self.out)
 
-    def kill(self, number: int, moment: Moment) -> tuple[list[int | None], float, list[str]]:
-        """Return the exit codes after the kill, the seconds until all had ended, and what is wrong."""
-        folder = self._root / str(number)
+    def kill(self, moment: Moment, folder: Path) -> Tally:
+        """Kill a rank, start the job again, and return what is wrong."""
         out, options = folder / "out", [*self._options, *moment.options]
-        ends = self._nursery.run(2, [out, *options], folder / "first", LIMIT_S)
+        ends = nursery().run(2, [out, *options], folder / "first", LIMIT_S)
         codes = [end.code for end in ends]
         if not (out / "struck").exists():
-            return codes, 0.0, ["it did not strike: " + ends[0].said[-500:]]
+            return Tally.of("it did not strike: " + ends[0].said[-500:])
         after_s = max(end.time_s for end in ends) - float((out / "struck").read_text())
         wrong = [] if codes[moment.rank] == -9 else [f"rank {moment.rank} ended with {codes[moment.rank]}"]
         is_over = moment.place == "end" or moment.name == UNLOCKING
         if codes[1 - moment.rank] in ((None,) if is_over else (0, None)):
             wrong.append(f"the other ended with {codes[1 - moment.rank]}: {ends[1 - moment.rank].said[-3000:]}")
-        wrong += [f"{len(left)} processes are left"] if (left := self._nursery.left_over()) else []
+        wrong += [f"{len(left)} processes are left"] if (left := nursery().left_over()) else []
         if moment.place == "end":  # all is done: what is saved needs no second start, but bears one
             (out / "end.json").unlink(missing_ok=True)
-        again = self._nursery.run(2, [out, *options], folder / "again", LIMIT_S)
+        again = nursery().run(2, [out, *options], folder / "again", LIMIT_S)
         if any(end.code for end in again):
-            return codes, after_s, [*wrong, f"the next start ended with {[end.code for end in again]}: {again[0].said}"]
-        return codes, after_s, wrong + self._compare(out)
+            wrong.append(f"the next start ended with {[end.code for end in again]}: {again[0].said}")
+        else:
+            wrong += self._compare(out)
+        return Tally(1, Counter({f"all ended within {math.ceil(after_s)} s": 1}), [(WRONG_END, text) for text in wrong])
 
     def _compare(self, out: Path) -> list[str]:
         end, wrong = read_end(out), []
@@ -165,40 +162,10 @@ def read_end(out: Path) -> dict[str, Any]:
     return json.loads((out / "end.json").read_text())
 
 
-def campaigns(
-    root: Path, strategies: list[str], ways: list[str], every: int
-) -> Iterator[tuple[str, tuple[Any, float, list[str]]]]:
-    """Yield what each kill is and what came of it."""
-    with Nursery() as nursery:
-        for offset, (strategy, way) in enumerate(product(strategies, ways)):
-            arguments = WAYS[way]
-            place = root / f"{strategy}-{way.replace(' ', '-')}"
-            campaign = Campaign(nursery, place, ["--strategy", strategy, *arguments])
-            of_saves = moments_of_saves(campaign.out)
-            moments = [*([] if arguments else IN_THE_LOOP), *of_saves]
-            for number, moment in enumerate(moments[offset::every]):
-                name = f"{strategy}, {way}: rank {moment.rank} {moment.name}"
-                yield name, campaign.kill(number, moment)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--strategy", choices=("ddp", "fsdp"), action="append")
-    parser.add_argument("--every", type=int, default=1, help="only one of so many kills")
-    parser.add_argument("--way", choices=WAYS, action="append", help="how checkpoints are written")
-    options = parser.parse_args(arguments)
-    began_s, done, bad, longest_s = time.monotonic(), 0, 0, 0.0
-    with tempfile.TemporaryDirectory(prefix="kills-") as root:
-        chosen = options.strategy or ["ddp", "fsdp"], options.way or list(WAYS), options.every
-        for name, (codes, after_s, wrong) in campaigns(Path(root), *chosen):
-            done, bad, longest_s = done + 1, bad + bool(wrong), max(longest_s, after_s)
-            said = "".join(f"; WRONG: {each}" for each in wrong)
-            print(f"{name:<100} {codes!s:<8} {after_s:>5.1f} s{said}", flush=True)
-    print(f"{time.monotonic() - began_s:.0f} s; from a kill to the end of the other at most {longest_s:.1f} s")
-    print(f"{done} kills, {bad} judged wrong")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def kills(options: Options) -> Iterator[Case]:
+    """Yield kills with each strategy and way to save."""
+    for strategy, way in product(("ddp", "fsdp"), WAYS):
+        place = options.folder / f"{strategy} {way}".replace(" ", "-")
+        campaign = Campaign(place, ["--strategy", strategy, *WAYS[way]])
+        for moment in [*([] if WAYS[way] else IN_THE_LOOP), *moments_of_saves(campaign.out)]:
+            yield Case(f"{strategy}, {way}: rank {moment.rank} {moment.name}", partial(campaign.kill, moment))
