@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from children import End, in_ranks
+from children import in_ranks
 from conditions_disk import is_in_words_of
 from runner import HUNG, LOST, WRONG_END, Tally
-from storage_stages import KEPT, LIMIT_S, STAGES, STEPS, Attacked, Numbers, crash_training, newest
+from storage_stages import KEPT, LIMIT_S, STAGES, STEPS, Attacked, Numbers, crash_training, is_in_words, newest
 
 from tr_ckpt import Checkpointer
 
@@ -136,7 +136,7 @@ def _changed(tally: Tally, course: Attacked, label: str, change: Callable[[Path]
         crash_training.reach = step
 
     [end] = course.run(run, {}, prepare=prepare)
-    if end.hung or end.signal or (end.answer is None and not _says_it(end, run)):
+    if end.hung or end.signal or (end.answer is None and not is_in_words(end, run)):
         tally.wrong(HUNG if end.hung else WRONG_END, f"{label}: {end}")
         return
     if end.answer is not None and [end.answer] != course.right:
@@ -149,12 +149,6 @@ def _changed(tally: Tally, course: Attacked, label: str, change: Callable[[Path]
         tally.wrong(WRONG_END, f"{label}: the next run {again}")
     if end.answer is not None and newest(run, course.stage)[0] != STEPS:
         tally.wrong(LOST, f"{label}: the run ended well, and {newest(run, course.stage)} is what is left")
-
-
-def _says_it(end: End, run: Path) -> bool:
-    return bool({"OSError", "ValueError"} & set(end.error.split())) and (
-        str(run) in end.text or "checkpoint-" in end.text
-    )
 
 
 def _replaced(run: Path) -> None:

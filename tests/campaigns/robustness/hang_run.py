@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from two_blocks import make_network
 
 AT_STEP = 2
@@ -155,7 +157,8 @@ ON_ALL = ("skipped exchange", "other order")
 
 def train(options: argparse.Namespace, plant: Plant) -> None:
     """Train by the Trainer."""
-    from tr_ckpt.testing import replace_operations
+    from disk import replace_every_operation
+
     from tr_core import Trainer, TrainerCallback, TrainingArguments
 
     class Steps(TrainerCallback):
@@ -164,13 +167,10 @@ def train(options: argparse.Namespace, plant: Plant) -> None:
             time.sleep(STEP_S)
             plant.reach("callback")
 
-    def reaching(name: str, operation: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            if name == "write":
-                plant.reach("write")
-            return operation(*arguments)
-
-        return call
+    def reach(name: str, operation: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "write":
+            plant.reach("write")
+        return operation(*arguments)
 
     sharded = {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}}
     settings = {
@@ -201,7 +201,7 @@ def train(options: argparse.Namespace, plant: Plant) -> None:
         callbacks=[Steps()], compute_metrics=measure,
     )  # fmt: skip
     plant.trainer = trainer
-    replace_operations(reaching)
+    replace_every_operation(reach)
     trainer.train()
     trainer.strategy.close()
 

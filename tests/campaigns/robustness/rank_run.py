@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from two_blocks import make_network
 
 PLACES = (
@@ -219,21 +221,18 @@ def make_watch(fault: Fault, record: Record, step_s: float) -> Any:
 
 def break_files(fault: Fault, record: Record) -> None:
     """Have every operation of a save on files be a place: before it, or with `--how tear` in the middle of a write."""
-    from tr_ckpt.testing import replace_operations
+    from disk import path_of, replace_every_operation, write_half
 
-    def reaching(name: str, operation: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            record.operation(name, arguments[0])
-            if fault.options.how == "tear" and name == "write":
-                fault.before_death = lambda: os.write(arguments[0], arguments[1][: len(arguments[1]) // 2])
-            fault.reach("file")
-            result = operation(*arguments)
-            fault.reach("file done")
-            return result
+    def reach(name: str, operation: Any, arguments: tuple[Any, ...]) -> Any:
+        record.operation(name, path_of(arguments[0]))
+        if fault.options.how == "tear" and name == "write":
+            fault.before_death = lambda: write_half(arguments)
+        fault.reach("file")
+        result = operation(*arguments)
+        fault.reach("file done")
+        return result
 
-        return call
-
-    replace_operations(reaching)
+    replace_every_operation(reach)
 
 
 class Record:
@@ -260,9 +259,8 @@ class Record:
         self._write(step=step, rows=self.rows)
         self.rows = []
 
-    def operation(self, name: str, what: Any) -> None:
+    def operation(self, name: str, path: str) -> None:
         """Note an operation on files; those before the first step, as of the folder's lock, when it begins."""
-        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
         facts = {"operation": name, "path": path}
         if self._file == -1:
             self._earlier.append(facts)
