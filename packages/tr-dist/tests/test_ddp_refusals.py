@@ -163,7 +163,7 @@ def test_buffers_of_other_types_are_sent(dtype):
 
 
 def test_a_model_on_another_accelerator_is_refused():
-    from tr_dist.replica import check_trainable
+    from tr_dist.base import check_trainable
 
     class Elsewhere(nn.Linear):
         def named_parameters(self, *args, **kwargs):  # no second accelerator is at hand: only its name is

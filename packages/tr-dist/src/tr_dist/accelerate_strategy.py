@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import OnRanks, common_options, precision_of
+from tr_dist.base import OnRanks, check_trainable, common_options, precision_of
 from tr_dist.ddp import DDP
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, free_gathered
 from tr_dist.process_group import ProcessGroup, leave_at_exit
-from tr_dist.replica import Replica, check_trainable
+from tr_dist.replica import Replica
 from tr_dist.sharded_model import broadcast_values, synced_generation
 
 _OF_THE_GROUP = ("backend", "timeout_s", "hang_timeout_s")

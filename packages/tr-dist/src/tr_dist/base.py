@@ -11,6 +11,7 @@ if it skips the update.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -131,7 +132,7 @@ _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class OnDevice:
-    """A device and its precision: the base of strategies, for one process or several.
+    """A device and its precision: the base of strategies. By itself it trains one process, which exchanges nothing.
 
     Args:
         device: the device of this process.
@@ -141,6 +142,10 @@ class OnDevice:
         acts_on: which of the arguments `fsdp` and `deepspeed` the strategy applies.
         device: the device of this process.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters.
+        forward_is_collective: whether a forward is an exchange between all ranks, so that each must make as many.
+        rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
+        world_size: number of processes.
 
     Raises:
         ValueError: the precision is unknown, or the device does not support it.
@@ -148,10 +153,23 @@ class OnDevice:
 
     acts_on: frozenset[str] = frozenset()
     binds_optimizer = False
+    forward_is_collective = False
+    rank = 0
+    local_rank = 0
+    world_size = 1
 
     def __init__(self, device: torch.device, *, precision: str) -> None:
         self.device = device
         self._precision = MixedPrecision(precision, device)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device.
+
+        Raises:
+            ValueError: it has no trainable parameter, is wrapped, has no values yet, or is on another accelerator.
+        """
+        check_trainable(model, self.device)
+        return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
@@ -187,6 +205,16 @@ class OnDevice:
         """Compute gradients of a scalar loss; float16 scales it first."""
         self._precision.backward(loss)
 
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Returns:
+            The norm before clipping, a scalar tensor on the device; no sync.
+        """
+        return self._clip(list(model.parameters()), optimizer, max_norm)
+
     def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
         """Apply the gradients. Returns False if a float16 overflow skipped the step, otherwise True.
 
@@ -198,6 +226,25 @@ class OnDevice:
                 unchanged. It is read from the device unless the optimizer is one of torch's fused ones.
         """
         return self._precision.step(optimizer, skip=skip)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `tensor` over all ranks: of one process the tensor."""
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0."""
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value."""
+        return [value]
+
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to find the largest of each of `values` over all ranks; the returned function waits."""
+        return lambda: list(values)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
 
     def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
         """Return a block that does nothing: one process waits for no other."""
@@ -243,6 +290,46 @@ class OnDevice:
         if max_norm is not None:
             clip_to_norm(gradients, max_norm, norm)
         return norm
+
+
+def check_trainable(model: nn.Module, device: torch.device) -> None:
+    """Check that a module can be trained on `device`.
+
+    Raises:
+        ValueError: it has no trainable parameter, is wrapped already, or is where it cannot be moved from.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ValueError(f"the model is wrapped in {type(model).__name__} already; give prepare() its .module")
+    parameters = dict(model.named_parameters())
+    name = type(model).__name__
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ValueError(
+            f"{name} has no trainable parameter ({len(parameters)} in all, {len(parameters)} frozen); "
+            "set requires_grad_(True) on those to train"
+        )
+    places = Counter(p.device for p in parameters.values())
+    if torch.device("meta") in places:
+        meta = [key for key, p in parameters.items() if p.device.type == "meta"]
+        raise ValueError(
+            f"{len(meta)} parameters of {name} are on the meta device ({some_of(meta)}) and have no values; "
+            "load the weights before prepare()"
+        )
+    elsewhere = [place for place in places if place.type != "cpu" and place != device]
+    if elsewhere:
+        shown = ", ".join(f"{places[place]} parameters on {place}" for place in places)
+        raise ValueError(
+            f"{name} has {shown}, but this rank computes on {device}; give prepare() a model on the CPU or "
+            f"on {device} (device_map is for models that one process spreads over its devices)"
+        )
+
+
+_NAMES_SHOWN = 5
+
+
+def some_of(names: list[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def are_of_one_kind(gradients: Sequence[torch.Tensor]) -> bool:

@@ -10,9 +10,9 @@ from weakref import ref
 import torch
 from torch import nn
 
-from tr_dist.base import OnRanks, common_options
+from tr_dist.base import OnRanks, check_trainable, common_options
 from tr_dist.environment import rank_device, read_environment
-from tr_dist.replica import Replica, check_replicas_equal, check_trainable, moved
+from tr_dist.replica import Replica, check_replicas_equal, moved
 
 
 class GradientWait:
@@ -89,7 +89,6 @@ class DDP(OnRanks):
         RuntimeError: a process group exists and differs from the environment.
     """
 
-    forward_is_collective = False
     _last: ref[Replica] | None = None  # the last result of `prepare`
     _wait: GradientWait | None = None
 

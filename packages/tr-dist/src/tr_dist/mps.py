@@ -6,20 +6,18 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tr_dist.base import OnDevice, precision_of
+from tr_dist.base import OnDevice, check_trainable, precision_of, some_of
 from tr_dist.environment import read_environment
-from tr_dist.replica import check_trainable
 
 _DEVICE = torch.device("mps")
 _WIDE = (torch.float64, torch.complex128)
-_NAMES_SHOWN = 5
 _ADVICE = (
     "the mps device has not this operation; start the program with PYTORCH_ENABLE_MPS_FALLBACK=1 in its environment to "
     "compute it on the CPU, slowly (torch reads that when it is imported: in the script it comes too late), or set "
@@ -51,12 +49,6 @@ class MPS(OnDevice):
         ValueError: there is no such device, it does not support the precision, or a launcher started several
             processes.
     """
-
-    rank = 0
-    local_rank = 0
-    world_size = 1
-
-    forward_is_collective = False
 
     def __init__(self, *, precision: str = "no") -> None:
         _check_alone()
@@ -121,25 +113,6 @@ class MPS(OnDevice):
         with _deciding_on_host(optimizer):
             return super().step(optimizer, skip=skip)
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: there is one process."""
-        return tensor
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value in a list."""
-        return [value]
-
-    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Return a function that returns the values: there is one process."""
-        return lambda: list(values)
-
-    def barrier(self) -> None:
-        """Return at once."""
-
 
 def _check_alone() -> None:
     if (size := read_environment().world_size) > 1:
@@ -172,10 +145,9 @@ def _check_narrow(model: nn.Module) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     wide = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype in _WIDE]
     if wide:
-        more = f" and {len(wide) - _NAMES_SHOWN} more" if len(wide) > _NAMES_SHOWN else ""
         raise ValueError(
             f"{len(wide)} tensors of {type(model).__name__} are 64 bits wide, which the mps device cannot compute with"
-            f": {', '.join(wide[:_NAMES_SHOWN])}{more}; use model.float(), or use_cpu=True"
+            f": {some_of(wide)}; use model.float(), or use_cpu=True"
         )
 
 

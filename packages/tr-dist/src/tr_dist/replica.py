@@ -6,7 +6,6 @@ One case is a gradient that comes in several parts: only the first part would be
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tr_dist.base import some_of
 from tr_dist.process_group import ProcessGroup
 
 
@@ -63,7 +63,6 @@ class GradientParts:
         self._seen.add(id(parameter))
 
 
-_NAMES_SHOWN = 5
 _NO_BACKWARD = (
     "a micro-batch ended without a backward, so no gradient was averaged over the ranks; call backward(loss) inside "
     "accumulate(model, sync=True)"
@@ -263,7 +262,7 @@ class Replica(DistributedDataParallel):
         named = self.module.named_parameters()
         names = [name for name, p in named if id(p) in frozen and p.grad is not None]
         return (
-            f"{len(names)} parameters ({_some(names)}) were frozen when the model was prepared and have a gradient "
+            f"{len(names)} parameters ({some_of(names)}) were frozen when the model was prepared and have a gradient "
             "now, which was not averaged over the ranks; prepare the model with all trainable that ever will be, and "
             "freeze afterwards"
         )
@@ -282,7 +281,7 @@ class Replica(DistributedDataParallel):
         trainable = sum(p.requires_grad for p in self.module.parameters())
         if len(unused) == trainable:
             return _NO_BACKWARD
-        what = f"{len(unused)} of {trainable} trainable parameters ({_some(unused)})" if unused else "some parameters"
+        what = f"{len(unused)} of {trainable} trainable parameters ({some_of(unused)})" if unused else "some parameters"
         return (
             f"{what} got no gradient from the last micro-batch, so the gradients were not averaged over the "
             "ranks; use them in the loss, freeze them with requires_grad_(False), or set "
@@ -297,40 +296,9 @@ def _what_cannot_be_sent(module: nn.Module) -> str:
     odd = odd or {name: t for name, t in tensors.items() if t.is_complex}
     return (
         f"gloo cannot copy {len(odd)} parameters and buffers of {type(module).__name__} to the other ranks "
-        f"({_some([f'{name}: {t}' for name, t in odd.items()])}); keep them as another type (int32 for int16, uint8 "
+        f"({some_of([f'{name}: {t}' for name, t in odd.items()])}); keep them as another type (int32 for int16, uint8 "
         "for float8), or name those that are equal on all ranks in the model's _ddp_params_and_buffers_to_ignore"
     )
-
-
-def check_trainable(model: nn.Module, device: torch.device) -> None:
-    """Check that a module can become a replica on `device`.
-
-    Raises:
-        ValueError: it has no trainable parameter, is wrapped already, or is where it cannot be moved from.
-    """
-    if isinstance(model, DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"the model is wrapped in {type(model).__name__} already; give prepare() its .module")
-    parameters = dict(model.named_parameters())
-    name = type(model).__name__
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ValueError(
-            f"{name} has no trainable parameter ({len(parameters)} in all, {len(parameters)} frozen); "
-            "set requires_grad_(True) on those to train"
-        )
-    places = Counter(p.device for p in parameters.values())
-    if torch.device("meta") in places:
-        meta = [key for key, p in parameters.items() if p.device.type == "meta"]
-        raise ValueError(
-            f"{len(meta)} parameters of {name} are on the meta device ({_some(meta)}) and have no values; "
-            "load the weights before prepare()"
-        )
-    elsewhere = [place for place in places if place.type != "cpu" and place != device]
-    if elsewhere:
-        shown = ", ".join(f"{places[place]} parameters on {place}" for place in places)
-        raise ValueError(
-            f"{name} has {shown}, but this rank computes on {device}; give prepare() a model on the CPU or "
-            f"on {device} (device_map is for models that one process spreads over its devices)"
-        )
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
@@ -393,8 +361,3 @@ def _digest(parameter: torch.Tensor) -> torch.Tensor:
             mixed *= factor
         total += mixed.sum()
     return total
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tr_dist.base import OnRanks, common_options
+from tr_dist.base import OnRanks, check_trainable, common_options
 from tr_dist.deepspeed import configuration as configurations
 from tr_dist.deepspeed.engine import (
     EngineModel,
@@ -36,7 +36,6 @@ from tr_dist.deepspeed.states import (
     zero_absent_gradients,
 )
 from tr_dist.environment import rank_device
-from tr_dist.replica import check_trainable
 from tr_dist.sharded_model import broadcast_values, synced_generation
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,10 +21,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from tr_dist.base import OnRanks, clip_to_norm, common_options, total_norm
+from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of, total_norm
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.settings import Sharding, choose_units
-from tr_dist.replica import check_trainable
 from tr_dist.sharded_model import (
     FullStateModel,
     broadcast_values,
@@ -33,8 +32,6 @@ from tr_dist.sharded_model import (
     synced_generation,
     values_of,
 )
-
-_NAMES_SHOWN = 5
 
 
 class FSDP(OnRanks):
@@ -278,9 +275,8 @@ class FSDP(OnRanks):
     def _check_gradients(self, model: nn.Module) -> None:
         missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         if missing:
-            shown = ", ".join(missing[:_NAMES_SHOWN]) + (" and more" if len(missing) > _NAMES_SHOWN else "")
             raise RuntimeError(
-                f"{len(missing)} trainable parameters got no gradient in this micro-batch: {shown}; call "
+                f"{len(missing)} trainable parameters got no gradient in this micro-batch: {some_of(missing)}; call "
                 "backward(loss) inside accumulate(model, sync=True), use them in the loss, freeze them with "
                 "requires_grad_(False), or set find_unused_parameters (ddp_find_unused_parameters)"
             )

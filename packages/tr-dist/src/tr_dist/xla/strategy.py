@@ -17,9 +17,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tr_dist.base import OnDevice, consumes_gradients, precision_of, total_norm
+from tr_dist.base import OnDevice, check_trainable, consumes_gradients, precision_of, total_norm
 from tr_dist.fsdp.settings import choose_units
-from tr_dist.replica import check_trainable
 from tr_dist.state_part import StatePart
 from tr_dist.xla.library import check_replicas, load_torch_xla
 from tr_dist.xla.replica_sharding import ReplicaSharding, module_state, move, to_host
