@@ -279,6 +279,12 @@ def test_in_a_launch_arguments_make_no_state_of_accelerate(accelerate, monkeypat
     assert State._shared_state == {}
 
 
+def test_on_xla_arguments_do_not_take_the_device_before_the_strategy(accelerate, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace())
+    TrainingArguments("out", use_cpu=True)
+    assert State._shared_state == {}
+
+
 def test_without_accelerate_there_is_no_state(monkeypatch):
     monkeypatch.delitem(sys.modules, "accelerate.logging", raising=False)
     TrainingArguments("out")

@@ -111,11 +111,12 @@ _LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV
 def prepare_accelerate(*, use_cpu: bool) -> None:
     """Make accelerate's `PartialState`, without which its logger raises, if it is imported and has none.
 
-    In a launch of processes it is left to the Trainer: here it would start a process group.
+    In a launch of processes it is left to the Trainer: here it would start a process group. On XLA it would take the
+    device before a strategy says over how many devices it computes, and torch_xla crashes then.
     """
     state = getattr(sys.modules.get("accelerate.logging"), "PartialState", None)
     launched = _is_one_of_several_of_srun(os.environ) or any(name in os.environ for name in _LAUNCHED)
-    if state is not None and not state._shared_state and not launched:
+    if state is not None and not state._shared_state and not launched and "torch_xla" not in sys.modules:
         state(cpu=use_cpu)
 
 
