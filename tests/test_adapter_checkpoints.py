@@ -111,9 +111,15 @@ def test_a_checkpoint_is_what_from_pretrained_of_peft_loads(base, tmp_path, kind
     trainer = make(kind(base), tmp_path / "out")
     trainer.train()
     folder = tmp_path / "out/checkpoint-12"
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    loaded = [PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))]
+    if kind is adapted:  # then the folder is enough: it names its base
+        loaded.append(AutoModelForCausalLM.from_pretrained(folder))
+        fresh = kind(base).state_dict()
+        changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, fresh[name])}
+        assert changed == {name for name in fresh if ".lora_" in name}
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(ROWS).logits, trainer.model.eval()(ROWS).logits)
+        for model in loaded:
+            assert torch.equal(model.eval()(ROWS).logits, trainer.model.eval()(ROWS).logits)
     assert json.loads((folder / "adapter_config.json").read_text())["inference_mode"] is True
 
 

@@ -72,6 +72,17 @@ def test_every_session_that_a_page_names_is_one_of_nox():
     assert {found for found in named if found[1] not in sessions} == set()
 
 
+def test_every_test_that_a_page_names_is_there():
+    known = {}
+    for path in (*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("packages/*/tests/test_*.py")):
+        names = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
+        known.setdefault(path.name, {""}).update(names)
+    named = re.compile(r"`[\w/]*?(test_\w+\.py)(?:::(\w+))?`")
+    found = {each for page in PAGES for each in named.findall(page.read_text("utf-8"))}
+    assert len(found) > 50
+    assert [f"{file}::{test}" for file, test in sorted(found) if test not in known.get(file, ())] == []
+
+
 def test_every_subcommand_that_a_page_names_explains_itself(capsys):
     typed = re.compile(r"(?:^|`)trainer ([a-z-]+)", re.MULTILINE)
     named = {name for page in PAGES for name in typed.findall(page.read_text("utf-8")) if not name.startswith("-")}

@@ -1,19 +1,27 @@
-"""GaLore, APOLLO and Fira in the Trainer: what `test_optimizers_in_trainer.py` does not ask of every optimizer."""
+"""Projections and 8-bit moments in the Trainer: what `test_optimizers_in_trainer.py` does not ask of all."""
 
 import logging
 
 import pytest
 import torch
 from shared.callbacks import KeepWeights
-from shared.models import Tied
 from shared.results import distance, logged, weights
 from torch import nn
 
-from tr_core import SingleDevice, Trainer, TrainerCallback, TrainingArguments
-from tr_core.testing import check_in_backward, set_loss_scaler
-from tr_optim import APOLLOAdamW, FiraAdamW
+from tr_core import SingleDevice, Trainer, TrainingArguments
+from tr_core.testing import set_loss_scaler
+from tr_dist.testing import run_ranks
 
 NAMES = ["galore_adamw", "galore_adafactor"]
+GALORE = "rank=4, update_proj_gap=3, scale=1.0"
+WHOLE = {"optim_target_modules": None}
+EIGHT_BITS = {
+    "adamw_8bit": {"optim": "adamw_8bit", "optim_args": "min_8bit_size=256", **WHOLE},
+    **{
+        name: {"optim": name, "optim_args": f"{GALORE}, min_8bit_size=256"}
+        for name in ("galore_adamw_8bit", "galore_adamw_8bit_layerwise")
+    },
+}
 
 
 class Network(nn.Module):
@@ -40,17 +48,11 @@ def rows(number=64, bad=()):
     return made
 
 
-def words(number=32):
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(20, (6,), generator=generator) for _ in range(number)]
-    return [{"x": row, "labels": row} for row in tokens]
-
-
 def trainer_of(folder, *, model=None, data=None, callbacks=(), **options):
     options = {
         "optim": "galore_adamw_layerwise",
         "optim_target_modules": ["attn", "mlp"],
-        "optim_args": "rank=4, update_proj_gap=3, scale=1.0",
+        "optim_args": GALORE,
         "per_device_train_batch_size": 8,
         "max_steps": 10,
         "learning_rate": 1e-2,
@@ -100,22 +102,6 @@ def test_a_resumed_run_may_change_the_rank(tmp_path):
     assert ranks | {s["basis_right"].shape[-1] for s in resumed.optimizer.state.values() if "basis_right" in s} == {6}
 
 
-def test_hooks_are_off_after_training_however_it_ends(tmp_path):
-    class Stop(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                raise KeyError("on purpose")
-
-    done = train(tmp_path, max_steps=2)
-    failing = trainer_of(tmp_path, callbacks=[Stop()])
-    with pytest.raises(KeyError, match="on purpose"):
-        failing.train()
-    for trainer in (done, failing):
-        assert not any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())
-        assert type(trainer.strategy) is SingleDevice
-        assert all(p.grad is None for p in trainer.model.parameters())
-
-
 def test_a_second_training_on_the_same_model_updates_each_parameter_once(tmp_path):
     model = Network()
     train(tmp_path, model=model, max_steps=3)
@@ -123,31 +109,6 @@ def test_a_second_training_on_the_same_model_updates_each_parameter_once(tmp_pat
     other = Network()
     train(tmp_path, model=other, optim="galore_adamw", max_steps=3)
     assert torch.equal(weights(again), weights(train(tmp_path, model=other, optim="galore_adamw", max_steps=3)))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_activation_checkpointing_of_shared_weights_changes_nothing(tmp_path, reentrant, accumulation):
-    common = {"data": words(), "optim_target_modules": "all-linear", "max_steps": 6, "max_grad_norm": 0.5}
-    plain = train(tmp_path, model=Tied(), optim="galore_adamw", **common)
-    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    if accumulation > 1:
-        common.update(max_grad_norm=0)
-        plain = train(tmp_path, model=Tied(), optim="galore_adamw", **common)
-    size = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
-    layerwise = train(tmp_path, model=Tied(), **common, **checkpointing, **size)
-    assert distance(plain, layerwise) < 1e-6
-
-
-def test_steps_that_are_not_finite_end_the_run_where_that_is_asked_for(tmp_path):
-    with pytest.raises(FloatingPointError, match="the loss is nan"):
-        train(tmp_path, data=rows(bad=range(8, 64)), on_nonfinite="raise", logging_steps=2)
-
-
-def test_immediate_updates_cannot_be_left_out(tmp_path):
-    optim_args = "rank=4, mode=immediate"
-    with pytest.raises(ValueError, match="on_nonfinite='skip' cannot leave out an update of GaLoreAdamW"):
-        train(tmp_path, optim_args=optim_args, on_nonfinite="skip", max_grad_norm=0)
 
 
 class Overflowing(Network):
@@ -193,14 +154,6 @@ def test_a_first_step_that_overflows_begins_no_state(tmp_path, name):
         assert keep.states[0] == []
         assert torch.equal(keep.weights[0], torch.cat([p.detach().flatten() for p in Network().parameters()]))
         assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
-
-
-def test_biases_and_norms_are_not_decayed(tmp_path):
-    trainer = train(tmp_path, max_steps=1)
-    decayed = {id(p) for group in trainer.optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    names = {name for name, p in trainer.model.named_parameters() if id(p) in decayed}
-    assert names == {"self_attn.weight", "mlp.0.weight", "mlp.2.weight"}
-    assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 def test_rules_may_give_parameters_a_rank_of_their_own(tmp_path):
@@ -249,6 +202,29 @@ def test_a_step_is_made_again_with_smaller_micro_batches_where_memory_runs_out(t
         ({"optim": "apollo_adamw", "optim_args": "scale_type=row"}, "scale_type='row' is not known"),
         ({"optim": "fira_adamw", "optim_args": "norm_growth=0.5"}, "norm_growth=0.5 must be at least 1"),
         ({"optim": "fira_adamw_layerwise", "on_nonfinite": "skip"}, "on_nonfinite='skip' cannot leave out an update"),
+        (
+            {"optim_args": "rank=4, mode=immediate", "on_nonfinite": "skip", "max_grad_norm": 0},
+            "on_nonfinite='skip' cannot leave out an update of GaLoreAdamW",
+        ),
+        (
+            {"optim": "lomo", "optim_args": "nonfinite=skip_tensor", "on_nonfinite": "skip", **WHOLE},
+            "on_nonfinite='skip' cannot leave out an update of Lomo",
+        ),
+        (
+            {"optim": "adalomo", "optim_args": None, "gradient_accumulation_steps": 2, **WHOLE},
+            "with gradient_accumulation_steps=2: adalomo applies and frees.*gradient_checkpointing",
+        ),
+        ({"optim": "adamw_8bit", **WHOLE}, "adamw_8bit does not take 'rank'"),
+        (
+            {"optim": "adamw_8bit", "optim_args": "min_8bit_size=few", **WHOLE},
+            "min_8bit_size='few' of adamw_8bit needs a number",
+        ),
+        (
+            {"optim": "adamw_8bit", "optim_args": "min_8bit_size=-1", **WHOLE},
+            "min_8bit_size=-1 must be a whole number from 0",
+        ),
+        ({"optim": "adamw_8bit", "optim_args": None}, "has no effect on optim='adamw_8bit'"),
+        ({"optim": "galore_adamw", "optim_args": "min_8bit_size=0"}, "galore_adamw does not take 'min_8bit_size'"),
         (
             {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
             "sync_each_batch=True cannot be used with optim='galore_adamw_layerwise'",
@@ -302,11 +278,63 @@ def test_apollo_mini_is_apollo_with_one_direction_and_one_step_size(tmp_path):
     assert mini.optimizer.state[mini.model.self_attn.weight]["exp_avg"].numel() == 24
 
 
-@pytest.mark.parametrize("kind", [APOLLOAdamW, FiraAdamW])
-def test_they_keep_the_promises_of_an_optimizer_in_the_backward(kind):
-    def make(model):
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        return kind([{"params": matrices, "rank": 2, "update_proj_gap": 2}, {"params": others}], 0.1, mode="immediate")
+# Moments in 8 bits
 
-    check_in_backward(make)
+
+@pytest.mark.parametrize(
+    "options", [{"optim": "galore_adamw"}, *EIGHT_BITS.values()], ids=lambda options: options["optim"]
+)
+def test_decay_betas_and_eps_are_those_of_the_run(tmp_path, options):
+    own = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    trainer = trainer_of(tmp_path, **options, **own)
+    groups = trainer.create_optimizer().param_groups
+    assert {(group["betas"], group["eps"]) for group in groups} == {((0.8, 0.95), 1e-6)}
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    names = {name for name, p in trainer.model.named_parameters() if id(p) in decayed}
+    assert names == {"self_attn.weight", "mlp.0.weight", "mlp.2.weight"}  # no bias, no norm
+    assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
+
+
+def test_rules_may_keep_float32_moments_of_some_parameters(tmp_path):
+    rules = [{"params": "mlp.0", "min_8bit_size": 10**9}]
+    trainer = train(tmp_path, **EIGHT_BITS["adamw_8bit"], parameter_rules=rules, max_steps=2)
+    mlp, state = trainer.model.mlp, trainer.optimizer.state
+    assert state[mlp[0].weight]["exp_avg"].dtype == torch.float32
+    assert state[mlp[2].weight]["exp_avg"].dtype == torch.int8
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"optim": "adamw_torch", "optim_args": None, **WHOLE}, EIGHT_BITS["adamw_8bit"]),
+        (EIGHT_BITS["galore_adamw_8bit"], {"optim": "galore_adamw"}),
+    ],
+)
+def test_a_run_with_other_moments_is_not_resumed_in_silence(tmp_path, first, second):
+    train(tmp_path, **first, max_steps=2, save_strategy="steps", save_steps=2)
+    with pytest.raises(ValueError, match=r"AdamW"):
+        train(tmp_path, **second, max_steps=4, resume=True)
+
+
+def train_on_rank(folder, name, options, resume=None):
+    trainer = train(folder, resume=resume, max_grad_norm=0, **EIGHT_BITS[name], **options)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.model.parameters()]
+    trainer.strategy.close()
+    return torch.cat([tensor.detach().flatten() for tensor in whole])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (not name.endswith("layerwise"))) for name in EIGHT_BITS],
+)
+def test_shards_resume_with_the_same_bits_and_on_other_numbers_of_ranks(tmp_path, name):
+    shards = {"per_device_train_batch_size": 4, "fsdp": "full_shard"}
+    saving = {**shards, "save_strategy": "steps", "save_steps": 3}
+    whole = run_ranks(train_on_rank, 2, str(tmp_path / "whole"), name, saving)[0]
+    folder = str(tmp_path / "whole/checkpoint-3")
+    assert torch.equal(run_ranks(train_on_rank, 2, str(tmp_path / "again"), name, shards, folder)[0], whole)
+    moved = (whole - torch.cat([p.detach().flatten() for p in Network().parameters()])).norm()
+    four = run_ranks(train_on_rank, 4, str(tmp_path / "4"), name, {**shards, "per_device_train_batch_size": 2}, folder)
+    alone = train_on_rank(str(tmp_path / "1"), name, {"per_device_train_batch_size": 8}, folder)
+    for found in (four[0], alone):
+        assert (found - whole).norm() < 1e-3 * moved

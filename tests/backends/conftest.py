@@ -23,7 +23,9 @@ def pytest_addoption(parser):
 
 def pytest_generate_tests(metafunc):
     if "variant" in metafunc.fixturenames:
-        variants = chosen(metafunc.config.getoption("--backend", None))
+        backends = metafunc.config.getoption("--backend", None)
+        left_out = () if backends else getattr(metafunc.module, "LEFT_TO_ITS_BACKEND", ())
+        variants = [name for name in chosen(backends) if name not in left_out]
         metafunc.parametrize("variant", [marked(name) for name in variants], ids=variants)
 
 
