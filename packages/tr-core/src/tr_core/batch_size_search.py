@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +14,7 @@ from tr_core.loop import run_epochs
 from tr_core.optim.fused_backward import kind
 from tr_core.plan import make_plan
 from tr_core.random_state import RandomState
+from tr_core.rollback import Rollback
 from tr_core.run import Run
 from tr_core.runtime.memory import free_memory, is_out_of_memory
 from tr_log import get_logger
@@ -142,9 +141,7 @@ class _Attempts:
     def rewind(self) -> None:
         """Restore everything to the beginning of the step, and drop its gradients."""
         self.is_in_step = False
-        for parameter in self._run.methods.model.parameters():
-            parameter.grad = None
-        self._run.optimizer.zero_grad()  # some optimizers keep gradients outside of .grad
+        _drop_gradients(self._run)
         for part, values in self._noted:
             vars(part).update(values)
         self._forward.restore()
@@ -214,8 +211,9 @@ def _fits(run: Run) -> bool:
         (batch,), num_items = run.take_batches(AskedBatches(iter([batch]), strategy.device), 1)
     scope.size, scope.weight = run.plan.accumulation, batch.weight
     model.train()
+    before = Rollback(strategy.device, model)
     try:
-        with restored_after(model, strategy.device), scope.separate_window(strategy):
+        with scope.separate_window(strategy):
             run.methods.step_function(model, batch.inputs, num_items)
         return True
     except Exception as error:
@@ -224,9 +222,14 @@ def _fits(run: Run) -> bool:
         free_memory(error, strategy.device)
         return False
     finally:
-        for parameter in model.parameters():
-            parameter.grad = None
-        run.optimizer.zero_grad()
+        before.restore()
+        _drop_gradients(run)
+
+
+def _drop_gradients(run: Run) -> None:
+    for parameter in run.methods.model.parameters():
+        parameter.grad = None
+    run.optimizer.zero_grad()  # some optimizers keep gradients outside of .grad
 
 
 def _copy(value: Any) -> Any:
@@ -283,13 +286,3 @@ class _SavedBuffer(NamedTuple):
 
     def may_differ(self) -> bool:
         return self.is_silent or self.buffer._version != self.version
-
-
-@contextmanager
-def restored_after(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore random number generators and buffers after the forward passes of a block."""
-    state = ForwardState(model, device)
-    try:
-        yield
-    finally:
-        state.restore()

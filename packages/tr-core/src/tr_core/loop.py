@@ -149,7 +149,7 @@ def evaluate_and_report(run: Run, ignore_keys: list[str] | None, *, steps: bool 
     methods = run.methods
     run.store_tokens()
     run.settle()
-    with run.evaluating(), phase(EVALUATION):
+    with run.preemption.evaluating(), phase(EVALUATION):
         metrics = methods.evaluate(ignore_keys=ignore_keys)
     methods.report_trial(metrics)
     if steps and run.follows_metric:  # with an evaluation's result, not after every step

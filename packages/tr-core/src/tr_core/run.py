@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,6 +14,7 @@ from tr_core.capture.conditions import refused, why_not_captured
 from tr_core.capture.steps import StepCapture
 from tr_core.changes import ChangeWatch, check_same_on_all_ranks, values_of_all_ranks
 from tr_core.checkpoint.log_files import LogFiles
+from tr_core.checkpoint.settings import Settings
 from tr_core.data.batches import Batches, TakeBatches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
@@ -27,18 +28,10 @@ from tr_core.optim.schedules import follows_metric
 from tr_core.optim.updates import Updates
 from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import Preemption
-from tr_core.protocols import Stateful, Strategy
+from tr_core.protocols import Strategy
 from tr_core.state import TrainerState, resolve_steps
 from tr_core.trainer_methods import TrainerMethods
 from tr_log.phases import EXCHANGE, phase
-
-
-class RunSettings(Stateful, Protocol):
-    """Save and restore the part `settings` of a run's checkpoints."""
-
-    def record_changes(self) -> None:
-        """Record what a callback changed in the optimizer and the schedule."""
-        ...
 
 
 @dataclass
@@ -70,6 +63,8 @@ class Run:
     mode: TrainingMode
     watch: ChangeWatch
     updates: Updates
+    preemption: Preemption = field(init=False)
+    settings: Settings = field(init=False)
     capture: StepCapture | None = None
     position: DataPosition = field(default_factory=DataPosition)
     log_files: LogFiles = field(default_factory=LogFiles)
@@ -77,8 +72,6 @@ class Run:
     take_batches: TakeBatches | None = None
     after_step: Callable[[Run], None] | None = None
     follows_metric: bool = False
-    settings: RunSettings | None = None
-    preemption: Preemption | None = None
     ignore_keys: list[str] | None = None
     found_size: int | None = None
     has_saved: bool = False
@@ -109,6 +102,7 @@ class Run:
         if args.step_compile != "off":
             run.capture_steps()
         run.take_settings()
+        run.settings = Settings(run)
         window.clock.exchanged_s = run.exchange_s
         return run
 
@@ -148,8 +142,7 @@ class Run:
         self.take_settings()
         if self.capture is not None:
             self.capture.settle(self._why_not_captured())
-        if self.settings is not None:
-            self.settings.record_changes()
+        self.settings.record_changes()
         methods.has_assignments = False
         if "max_grad_norm" in changed and kind(self.optimizer) == "backward-update":
             cast("Any", self.optimizer).clip_to(self.plan.max_grad_norm)
@@ -241,7 +234,8 @@ class Run:
         if self.strategy.rank == 0:
             warn_of_nonfinite(closed, steps, step, str(methods.args.on_nonfinite))
         methods.log(logs)
-        self.agree_on_flags()
+        if self.strategy.world_size > 1:
+            self.preemption.agree_on_flags()
 
     def close_window(self) -> ClosedWindow:
         """Read the window of all ranks and begin a new one. Collective. Sync: once a log.
@@ -272,16 +266,6 @@ class Run:
             self.methods.state.num_input_tokens_seen += sum(tokens)
 
     # Interruptions
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a block for an evaluation, which a signal may cut short."""
-        return nullcontext() if self.preemption is None else self.preemption.evaluating()
-
-    def agree_on_flags(self) -> None:
-        """Merge the callback flags of all ranks. Collective."""
-        if self.preemption is not None and self.strategy.world_size > 1:
-            with phase(EXCHANGE):
-                self.preemption.agree_on_flags()
 
     def writes_in_background(self) -> bool:
         """Whether a checkpoint may still be written in the background."""

@@ -39,7 +39,6 @@ from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.overrides import OwnLoading
 from tr_core.checkpoint.restoring import Resume, find_checkpoint, resume_run, source_of
 from tr_core.checkpoint.saving import readable_model_parts
-from tr_core.checkpoint.settings import Settings
 from tr_core.choose_strategy import log_launcher_settings, usable_strategy
 from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.compat.attributes import TransformersAttributes
@@ -888,7 +887,7 @@ class Trainer(TransformersAttributes):
                 if self.args.eval_on_start and run.window.first_step == 0:
                     with phase(EVALUATION):
                         self.evaluate(ignore_keys=ignore_keys)
-                    run.agree_on_flags()
+                    run.preemption.agree_on_flags()
                 run.mode.begin()
                 run.window.begin(self.state.num_input_tokens_seen)
                 run_pending(run)
@@ -937,7 +936,6 @@ class Trainer(TransformersAttributes):
         run = Run.begin(cast("TrainerMethods", self), strategy, plan, data, optimizer, schedule)
         run.ignore_keys = ignore_keys
         run.updates.own_clip = self._clip_grad_norm if self.overrides("_clip_grad_norm") else None
-        run.settings = Settings(run)
         resumed = None
         if resume not in (None, False):
             with stage("resume"), self.loading(optimizer, schedule) as load_by_overrides:
@@ -969,7 +967,7 @@ class Trainer(TransformersAttributes):
                 use(usual)
 
     @contextmanager
-    def _in_training(self, means: MetricWindow, preemption: Preemption | None) -> Iterator[None]:
+    def _in_training(self, means: MetricWindow, preemption: Preemption) -> Iterator[None]:
         """Fire `on_train_begin` and `on_train_end` around training; the latter gets an exception as `error`."""
         self.is_in_train, self.metric_window = True, means
         error: BaseException | None = None
@@ -981,8 +979,7 @@ class Trainer(TransformersAttributes):
             yield
         except BaseException as caught:
             error = caught
-            if preemption is not None:
-                preemption.wait_after(caught)
+            preemption.wait_after(caught)
             raise
         finally:
             self.is_in_train, self.metric_window = False, None

@@ -18,7 +18,7 @@ from tr_core.checkpoint.adapters import restore_parts
 from tr_core.data.position import DataPosition
 from tr_core.loop import end_epoch, save, what_is_due
 from tr_core.plan import TrainingPlan
-from tr_core.preemption.preemption import make_preemption, preemptible
+from tr_core.preemption.preemption import Preemption
 from tr_core.protocols import Checkpointer, Collectives, Stateful
 from tr_core.results import speed_metrics
 from tr_core.run import Run
@@ -32,14 +32,12 @@ logger = get_logger("tr_core.trainer")
 @contextmanager
 def preempting(run: Run) -> Iterator[None]:
     """Return a block for training: a signal may end it between two steps, and new modules of a model are noticed."""
-    run.preemption = make_preemption(
-        run.methods, run.strategy, run.position, partial(save, run), run.writes_in_background
-    )
+    run.preemption = Preemption(run.methods, run.strategy, run.position, partial(save, run), run.writes_in_background)
 
     def note() -> None:
         run.methods.has_assignments = True
 
-    with preemptible(run.preemption), nullcontext() if run.strategy.forward_is_collective else watching_modules(note):
+    with run.preemption.watching(), nullcontext() if run.strategy.forward_is_collective else watching_modules(note):
         yield
 
 
@@ -123,9 +121,8 @@ def summarize(run: Run) -> dict[str, Any]:
     """Wait for background saves, close the log window, and return the figures of the whole run."""
     state, window, plan = run.methods.state, run.window, run.plan
     steps = state.global_step - window.first_step
-    if run.preemption is not None:
-        with phase(CHECKPOINT):
-            run.preemption.wait()
+    with phase(CHECKPOINT):
+        run.preemption.wait()
     run.close_window()
     share = steps / max(plan.max_steps, 1)
     metrics = speed_metrics("train", window.start_s, num_samples=plan.num_samples * share, num_steps=steps)

@@ -11,7 +11,6 @@ from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.changed_arguments import apply_changed_arguments
 from tr_core.checkpoint.log_files import FOLDER
 from tr_core.checkpoint.saving import checkpoint_parts, readable_model_parts
-from tr_core.checkpoint.settings import Settings
 from tr_core.plan import epochs_for
 from tr_core.protocols import Checkpointer, EvaluationWeights, Restored
 from tr_core.run import Run
@@ -110,7 +109,7 @@ def _fit_to_arguments(run: Run, fresh: TrainerState, schedule_state: dict[str, A
     saved_max_steps = state.max_steps
     for name in _FROM_ARGUMENTS:
         setattr(state, name, getattr(fresh, name))
-    left = apply_changed_arguments(run, cast("Settings", run.settings), schedule_state, saved_max_steps)
+    left = apply_changed_arguments(run, run.settings, schedule_state, saved_max_steps)
     if left is not None:
         state.max_steps = state.global_step + left
         run.plan = run.plan.with_max_steps(state.max_steps)

@@ -200,7 +200,7 @@ def checkpoint_parts(run: Run, model: Mapping[str, Stateful] | None = None) -> d
     del others["model"]
     parts = {
         # Restored first: it checks whether the others fit.
-        **({} if run.settings is None else {"settings": run.settings}),
+        "settings": run.settings,
         **model,
         **others,
         "scheduler": run.schedule,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -24,45 +24,13 @@ from tr_core.random_state import RandomState
 from tr_core.state import TrainerControl, TrainerState
 from tr_core.trainer_methods import TrainerMethods
 from tr_log import get_logger
+from tr_log.phases import EXCHANGE, phase
 from tr_log.terminal import write_at_once
 
 logger = get_logger("tr_core.trainer")
 
 # What ranks exchange: 0, a signal's number, or this constant, which is larger than any signal's number.
 FAILED_SAVE = 1000
-
-
-@contextmanager
-def preemptible(preemption: Preemption | None) -> Iterator[None]:
-    """Stop training inside the block with a checkpoint after a signal, or with the error of a failed background save.
-
-    Without checkpoints signals keep their usual effect; a callback may still request a checkpoint. In any run all ranks
-    do what a callback of one rank requests.
-    """
-    if preemption is None:
-        yield
-        return
-    with ExitStack() as undo:
-        undo.callback(preemption.forget)
-        preemption.begin(undo)
-        yield
-
-
-def make_preemption(
-    owner: TrainerMethods,
-    strategy: Collectives,
-    position: DataPosition,
-    save: Callable[[], None],
-    writes: Callable[[], bool],
-) -> Preemption | None:
-    """Return the object that ends a run between two steps; None where nothing can end it.
-
-    It takes the arguments of `Preemption`.
-    """
-    args = owner.args
-    if not (args.save_async or saves_on_signal(args) or strategy.world_size > 1):
-        return None
-    return Preemption(owner, strategy, position, save, writes)
 
 
 class Preemption:
@@ -88,38 +56,45 @@ class Preemption:
     ) -> None:
         self._owner, self._strategy, self._position, self._save, self._writes = owner, strategy, position, save, writes
         self._listeners: dict[str, Callable[..., None]] = {"on_step_end": self._after_step, "on_save": self._after_save}
-        if owner.args.save_async or saves_on_signal(owner.args):
+        self._cuts_evaluations = owner.args.save_async or saves_on_signal(owner.args)
+        if self._cuts_evaluations:
             self._listeners["on_prediction_step"] = self._after_prediction_step
-        self._agreement = None
-        if strategy.world_size > 1:
-            self._agreement = FlagSync(strategy)
+        self._agreement = FlagSync(strategy) if strategy.world_size > 1 else None
+        if self._agreement is not None:
             self._listeners |= dict.fromkeys(("on_train_begin", "on_epoch_end"), self._after_other)
         self.signals = StopSignals(self._note, watches=strategy.world_size > 1)
         self._agreed, self._is_leaving = 0, False
         self._error: Exception | None = None
         self._before_evaluation: _StateBeforeEvaluation | None = None
 
-    def begin(self, undo: ExitStack) -> None:
-        """Record signals until `undo` ends; check every step at once where a save or a rank may end the run."""
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Stop training inside the block with a checkpoint after a signal, or with the error of a failed save.
+
+        Without checkpoints signals keep their usual effect; a callback may still request a checkpoint.
+        """
         args = self._owner.args
-        if args.save_async or self._strategy.world_size > 1:
+        if args.save_async or self._agreement is not None:  # a save or another rank may end the run at any step
             self.listen()
-        if saves_on_signal(args):
-            undo.enter_context(self.signals)
+        try:
+            with self.signals if saves_on_signal(args) else nullcontext():
+                yield
+        finally:
+            for event, method in self._listeners.items():
+                self._owner.callback_handler.unlisten(event, method)
 
     def listen(self) -> None:
-        """Start to check at every step, evaluation batch and save; a signal handler may call this."""
+        """Start to check at every step, evaluation batch and save; a signal handler calls this."""
         for event, method in self._listeners.items():
             self._owner.callback_handler.listen(event, method)
-
-    def forget(self) -> None:
-        """Stop checking."""
-        for event, method in self._listeners.items():
-            self._owner.callback_handler.unlisten(event, method)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Let a signal cut the evaluation inside the block short; the state from before it is restored first."""
+        if not self._cuts_evaluations:
+            yield
+            self.agree_on_flags()
+            return
         self._before_evaluation = before = _StateBeforeEvaluation(self._owner, self._strategy.device)
         try:
             yield
@@ -135,7 +110,8 @@ class Preemption:
     def agree_on_flags(self) -> None:
         """Merge the callback flags of all ranks. Collective."""
         if self._agreement is not None:
-            self._is_asked(self._owner.control, waits=True)
+            with phase(EXCHANGE):
+                self._is_asked(self._owner.control, waits=True)
 
     def wait(self) -> None:
         """Wait after the last step for checkpoints that are being written. Every rank calls it."""
