@@ -140,6 +140,17 @@ def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
 
 
 @contextmanager
+def assigned(thing: object, **values: Any) -> Iterator[None]:
+    """Set attributes of an object for a block, without the effects of a user's assignment."""
+    before = {name: getattr(thing, name) for name in values}
+    vars(thing).update(values)
+    try:
+        yield
+    finally:
+        vars(thing).update(before)
+
+
+@contextmanager
 def watching_modules(note: Callable[[], None]) -> Iterator[None]:
     """Call a function when a module or parameter is put into any model inside the block; a step costs nothing.
 

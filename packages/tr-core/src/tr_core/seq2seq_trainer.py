@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tr_args import Seq2SeqTrainingArguments
+from tr_core.changes import assigned
 from tr_core.evaluation.evaluation_loop import labels_in
 from tr_core.evaluation.gather import check_same_on_ranks
 from tr_core.evaluation.generation import (
@@ -169,12 +170,9 @@ class Seq2SeqTrainer(Trainer):
                 "%s given, and nothing is generated: predict_with_generate is False",
                 ", ".join(f"{name}={value!r}" for name, value in given.items()),
             )
-        outer = self._given_options
-        self._given_options = {**outer, **given}  # each of several datasets has its own nested call
-        try:
+        # Each of several datasets has its own nested call.
+        with assigned(self, _given_options={**self._given_options, **given}):
             yield
-        finally:
-            self._given_options = outer
 
     def _settings(self) -> Any:
         return getattr(self.model, "generation_config", None)

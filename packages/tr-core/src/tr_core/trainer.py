@@ -33,7 +33,14 @@ from tr_core.callbacks.evaluation_weights import (
     weight_parts,
 )
 from tr_core.capture.conditions import check_step_compile
-from tr_core.changes import ACTS_NEXT_STEP, TAKEN_AT_BEGIN, check_as_built, check_same_process, values_when_built
+from tr_core.changes import (
+    ACTS_NEXT_STEP,
+    TAKEN_AT_BEGIN,
+    assigned,
+    check_as_built,
+    check_same_process,
+    values_when_built,
+)
 from tr_core.checkpoint import overrides, saving
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.overrides import OwnLoading
@@ -335,7 +342,10 @@ class Trainer(TransformersAttributes):
         if self.model is None:
             raise ValueError("trainer.model is None; assign a model before it is trained, evaluated or saved")
         if self._is_built:
-            self._settle_arguments()
+            if self.args.num_assignments != self._settled_assignments:
+                make_folders_absolute(self.args.check())
+                self._settle_arguments(self.args)
+            self._derive()
         if self._prepared != (now := self._structure()):
             if self.args.use_liger_kernel and not self._is_prepared:
                 apply_liger_kernel(self.model, self.args.liger_kernel_config)
@@ -358,14 +368,10 @@ class Trainer(TransformersAttributes):
         parameters = [name if is_divided else id(p) for name, p in self.model.named_parameters()]
         return (*modules, *parameters)
 
-    def _settle_arguments(self) -> None:
-        args = self.args
-        if args.num_assignments != self._settled_assignments:
-            make_folders_absolute(args.check())
-            check_as_built(args, self._built_with)
-            refuse_unsupported(args)
-            self._settled_assignments = args.num_assignments
-        self._derive()
+    def _settle_arguments(self, args: TrainingArguments) -> None:
+        refuse_unsupported(args)
+        check_as_built(args, self._built_with)
+        self._settled_assignments = args.num_assignments
 
     def _set_model(self, model: nn.Module) -> None:
         self._set("model", model)
@@ -429,12 +435,9 @@ class Trainer(TransformersAttributes):
         check_args(args)
         if not isinstance(args, type(self.args)):
             raise TypeError(f"trainer.args is a {type(self.args).__name__}; a {type(args).__name__} cannot replace it")
-        args.check()
-        args = dev_run_arguments(args)
-        refuse_unsupported(args)
-        check_as_built(args, self._built_with)
+        args = dev_run_arguments(args.check())
+        self._settle_arguments(args)
         self._set("args", args)
-        self._settled_assignments = args.num_assignments
         self._bind_process()
         self._derive()
 
@@ -577,11 +580,8 @@ class Trainer(TransformersAttributes):
             check_best_metric(self.args, self.eval_dataset)
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         resume = None if self.args.fast_dev_run else resume
-        self.trial = trial
-        try:
+        with assigned(self, trial=trial):
             return self._run(resume, ignore_keys_for_eval)
-        finally:
-            self.trial = None
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -814,12 +814,8 @@ class Trainer(TransformersAttributes):
             yield
             return
         self.prepare()
-        self.is_in_evaluation = True
-        try:
-            with usable_streams(), self.evaluation_context():
-                yield
-        finally:
-            self.is_in_evaluation = False
+        with assigned(self, is_in_evaluation=True), usable_streams(), self.evaluation_context():
+            yield
 
     def _evaluation_settings(self) -> AbstractContextManager[None]:
         args, model, device, state = self.args, self.model, self.strategy.device, self.state
@@ -853,7 +849,6 @@ class Trainer(TransformersAttributes):
         check_quantized(self.model)
         align_special_tokens(self.model, self.processing_class)
         with (
-            ExitStack() as at_end,
             phase_clock() as clock,
             usable_streams(),
             self.strategy.watching(self._progress(clock), self.args.output_dir),
@@ -874,9 +869,8 @@ class Trainer(TransformersAttributes):
                 return TrainOutput(self.state.global_step, last_train_loss(self.state), {})
             schedule = type(run.schedule).__name__ if self.has_given_schedule else str(self.args.lr_scheduler_type)
             log_run_start(run, self.get_num_trainable_parameters(), schedule)
-            self.current_run = run
-            at_end.callback(self._set, "current_run", None)
             with (
+                assigned(self, current_run=run),
                 self._training_strategy(run.optimizer, run.plan, run.use_strategy),
                 preempting(run),
                 self._in_training(run.window.means, run.preemption),
@@ -957,19 +951,20 @@ class Trainer(TransformersAttributes):
         usual = self.strategy
         name = None if self.has_given_optimizer else str(self.args.optim)
         check_fused_backward(optimizer, usual, name, syncs_each_batch=plan.syncs_each_batch)
-        with fused_backward(usual, optimizer, self.model_wrapped, plan.max_grad_norm, self.logger.info) as strategy:
-            self._set("strategy", strategy)  # overrides of `training_step` call its `backward`
+        with (
+            fused_backward(usual, optimizer, self.model_wrapped, plan.max_grad_norm, self.logger.info) as strategy,
+            assigned(self, strategy=strategy),  # overrides of `training_step` call its `backward`
+        ):
             use(strategy)
             try:
                 yield
             finally:
-                self._set("strategy", usual)
                 use(usual)
 
     @contextmanager
     def _in_training(self, means: MetricWindow, preemption: Preemption) -> Iterator[None]:
         """Fire `on_train_begin` and `on_train_end` around training; the latter gets an exception as `error`."""
-        self.is_in_train, self.metric_window = True, means
+        self.is_in_train, self.scope.metrics = True, means
         error: BaseException | None = None
         try:
             with stage("callbacks"):
@@ -982,7 +977,7 @@ class Trainer(TransformersAttributes):
             preemption.wait_after(caught)
             raise
         finally:
-            self.is_in_train, self.metric_window = False, None
+            self.is_in_train, self.scope.metrics = False, None
             self.chosen.end()
             was_asked = self.control.should_save  # by a step whose save the end of the run prevented
             self.fire("on_train_end", error=error)
@@ -1071,12 +1066,8 @@ class Trainer(TransformersAttributes):
 
     def _split_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
-        self.splits_sequences = False
-        try:
-            with context():
-                return Trainer.training_step(self, model, inputs, num_items_in_batch)
-        finally:
-            self.splits_sequences = True
+        with assigned(self, splits_sequences=False), context():
+            return Trainer.training_step(self, model, inputs, num_items_in_batch)
 
     def compute_loss(
         self,
@@ -1167,7 +1158,7 @@ class Trainer(TransformersAttributes):
         parts: dict[str, torch.Tensor] = {}
         if isinstance(loss, Mapping):
             loss, parts = split_loss(loss)
-        if self.metric_window is not None:
+        if self.scope.metrics is not None:
             weight = (batch_size_of(inputs) or 0) if count is None else count
             for name, value in parts.items():
                 self.log_metric(name, value, weight)
@@ -1247,15 +1238,6 @@ class Trainer(TransformersAttributes):
 
     # Logs and files
 
-    @property
-    def metric_window(self) -> MetricWindow | None:
-        """The window that `log_metric` adds to, in a run or an evaluation; None outside both."""
-        return self.scope.metrics
-
-    @metric_window.setter
-    def metric_window(self, window: MetricWindow | None) -> None:
-        self.scope.metrics = window
-
     @contextmanager
     def holding_evaluation_weights(self) -> Iterator[None]:
         """Swap in the weights to evaluate and to export inside the block; restore the trained weights after it."""
@@ -1289,13 +1271,13 @@ class Trainer(TransformersAttributes):
             ValueError: the name is taken, the value is no scalar, or the weight is negative or infinite.
             TypeError: value or weight is no number.
         """
-        if self.metric_window is None:
+        if self.scope.metrics is None:
             raise RuntimeError(
                 f"log_metric({name!r}) has nothing to average over: neither training nor an evaluation is going on; "
                 "write values to the log at once with log({...})"
             )
         if self.scope.weight != 0.0:
-            self.metric_window.add(name, value, weight)
+            self.scope.metrics.add(name, value, weight)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history`, and fire `on_log`.
@@ -1516,11 +1498,8 @@ class Trainer(TransformersAttributes):
 
     def _save_to_push(self) -> None:
         # An override of save_model may have any signature, and calls the one above, which must not push again.
-        self._is_saving_to_push = True
-        try:
+        with assigned(self, _is_saving_to_push=True):
             self.save_model()
-        finally:
-            self._is_saving_to_push = False
 
     # Optimizer and schedule
 
@@ -1705,11 +1684,9 @@ class Trainer(TransformersAttributes):
         self._check_search(directions, n_trials)
         stop_if_requested(self, trains=True)
         plan = SearchPlan.from_options(hp_space, compute_objective, directions, n_trials, hp_name, kwargs)
-        self.search = Search(self, plan, backend, kwargs)
-        try:
-            return self.search.run(resume)
-        finally:
-            self.search = None
+        search = Search(self, plan, backend, kwargs)
+        with assigned(self, search=search):
+            return search.run(resume)
 
     def _check_search(self, directions: list[str], n_trials: int) -> None:
         check_search(
@@ -1884,18 +1861,8 @@ class Trainer(TransformersAttributes):
         if self.overrides("_save_checkpoint"):
             folder = self.checkpointer().path(self.state.global_step)
             self._begun_folder = None if folder.exists() else folder  # the override may make it, and write files
-        with self.saving(run):
+        with assigned(self, _saved_run=run):
             self._save_checkpoint(self.model_wrapped, self.trial)
-
-    @contextmanager
-    def saving(self, run: Any) -> Iterator[None]:
-        """Return a block in which `_save_checkpoint` saves this run."""
-        before = self._saved_run
-        self._saved_run = run
-        try:
-            yield
-        finally:
-            self._saved_run = before
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint of the current step; called by the run. Collective."""
@@ -1973,13 +1940,10 @@ class Trainer(TransformersAttributes):
             self.save_model(str(folder), **internal)
         elif self.overrides("_save"):
             self._save(str(folder), state_dict=self._state_to_save)
-        self._is_saving_beside = True
-        try:
+        with assigned(self, _is_saving_beside=True):
             for name in () if self.args.save_only_model else _SAVED_BESIDE:
                 if self.overrides(name):
                     getattr(self, name)(str(folder))
-        finally:
-            self._is_saving_beside = False
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write weights, configuration and tokenizer into a folder, on the main process; called on all."""
@@ -2005,11 +1969,8 @@ class Trainer(TransformersAttributes):
         if found.step is None:
             return None
         folder = str(found.source)
-        self._found_at = {folder: source_of(resume) or folder}
-        try:
+        with assigned(self, _found_at={folder: source_of(resume) or folder}):
             self._load_from_checkpoint(folder)
-        finally:
-            self._found_at = {}
         self.prepare()  # it may have put modules into the model
         return found
 
@@ -2054,15 +2015,13 @@ class Trainer(TransformersAttributes):
             "_load_rng_state": {},
         }
         can_put_back = not self.strategy.binds_optimizer
-        self._loadings = {
+        loadings = {
             name: OwnLoading(name, held, can_put_back=can_put_back)
             for name, held in parts.items()
             if self.overrides(name)
         }
-        try:
+        with assigned(self, _loadings=loadings):
             yield self._load_by_overrides
-        finally:
-            self._loadings = {}
 
     def _load_by_overrides(self, folder: str) -> None:
         for name, loading in self._loadings.items():
@@ -2104,11 +2063,8 @@ class Trainer(TransformersAttributes):
     def _take(self, batches: AskedBatches, size: int) -> tuple[list[MicroBatch], torch.Tensor | None]:
         batches.begin_step(size)
         device = self.strategy.device
-        self._asked = batches
-        try:
+        with assigned(self, _asked=batches):
             inputs, count = self.get_batch_samples(batches, size, device)
-        finally:
-            self._asked = None
         return batches.returned(inputs), None if count is None else torch.as_tensor(count, device=device).reshape(())
 
     # After a step
@@ -2130,7 +2086,7 @@ class Trainer(TransformersAttributes):
         window.loss_sum, unchanged = loss, loss._version  # changed in place: a tensor that no one else has
         ended = position.is_at_epoch_end and position.samples == 0  # the position is in the next epoch then
         self._has_run_due = False
-        with self.saving(run):
+        with assigned(self, _saved_run=run):
             self._maybe_log_save_evaluate(
                 loss,
                 window.grad_norm,
@@ -2166,7 +2122,7 @@ class Trainer(TransformersAttributes):
             RuntimeError: no run is calling.
         """
         run = self._run_that_calls(_AFTER)
-        window, ignore_keys = run.window, run.ignore_keys
+        window = run.window
         step = window.last_logged_step
         if self.control.should_log and self.state.global_step > step:  # what is passed on is for this log alone
             window.loss_sum = tr_loss
@@ -2174,12 +2130,9 @@ class Trainer(TransformersAttributes):
                 window.grad_norm = torch.as_tensor(grad_norm, device=tr_loss.device)
             if learning_rate is not None:
                 window.learning_rate = learning_rate
-        run.ignore_keys = ignore_keys_for_eval
         self._has_run_due = True
-        try:
+        with assigned(run, ignore_keys=ignore_keys_for_eval):
             log_evaluate_save(run)
-        finally:
-            run.ignore_keys = ignore_keys
         if window.last_logged_step != step:
             tr_loss.zero_()
 
