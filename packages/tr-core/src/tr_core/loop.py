@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from tr_core.data.batches import AskedBatches, TakeBatches
+from tr_core.data.batches import AskedBatches
 from tr_core.data.sampler import MicroBatch
 from tr_core.evaluation.best_metric import watched_metric
 from tr_core.run import Run
@@ -183,41 +183,28 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
     """Yield the steps of an epoch after `position` samples; the last one takes the remaining samples.
 
     Micro-batches are loaded as they are used. If targets are counted, or if the length of the epoch is unknown, all
-    micro-batches of a step are loaded first, to the host only.
+    micro-batches of a step are loaded first, to the host only; where an override takes them, to the device.
     """
-    if run.take_batches is not None:
-        yield from _steps_of_override(run, run.take_batches, epoch, position)
-        return
-    accumulation, batches = run.plan.accumulation, log_at_first(run.data.iterate(epoch, position))
+    accumulation, take = run.plan.accumulation, run.take_batches
+    batches = log_at_first(run.data.iterate(epoch, position))
+    asked = AskedBatches(batches, run.strategy.device)
     remaining = run.data.remaining(position)
     while remaining is None or remaining > 0:
         size = accumulation if remaining is None else min(accumulation, remaining)
-        batches_of_step: Iterator[MicroBatch] = islice(batches, size)
-        num_items, count_targets = None, run.count_targets
-        if remaining is None or count_targets is not None:
+        loaded, num_items, count_targets = None, None, run.count_targets
+        if take is not None:  # an override takes the batches
+            loaded, num_items = take(asked, size)
+        elif remaining is None or count_targets is not None:
             since_s = perf_counter()
-            loaded = list(batches_of_step)
+            loaded = list(islice(batches, size))
             run.window.clock.waited_s += perf_counter() - since_s
-            if not loaded and remaining is None:
+        if remaining is None:
+            if not loaded:
                 return
-            batches_of_step = iter(loaded)
-            size = len(loaded) if remaining is None else size
-            num_items = count_targets(loaded) if count_targets else None
-        yield StepData(batches_of_step, size, num_items)
-        if remaining is not None:
-            remaining -= size
-
-
-def _steps_of_override(run: Run, take: TakeBatches, epoch: int, position: int) -> Iterator[StepData]:
-    """Yield the steps of an epoch whose batches an override takes."""
-    batches = AskedBatches(log_at_first(run.data.iterate(epoch, position)), run.strategy.device)
-    accumulation, remaining = run.plan.accumulation, run.data.remaining(position)
-    while remaining is None or remaining > 0:
-        size = accumulation if remaining is None else min(accumulation, remaining)
-        loaded, num_items = take(batches, size)
-        if not loaded and remaining is None:
-            return
-        yield StepData(iter(loaded), len(loaded) if remaining is None else size, num_items)
+            size = len(loaded)
+        if take is None and count_targets is not None and loaded is not None:
+            num_items = count_targets(loaded)
+        yield StepData(islice(batches, size) if loaded is None else iter(loaded), size, num_items)
         if remaining is not None:
             remaining -= size
 

@@ -17,7 +17,7 @@ from tr_args.fields.saving import SavingFields
 from tr_args.fields.training import DataFields, OptimizerFields
 from tr_args.schema import facts_of_kind
 from tr_core.batch_size_search import check_batch_size_search
-from tr_core.data.loaders import has_length
+from tr_core.data.sampler import has_length
 from tr_core.evaluation.metrics import check_streaming, is_streaming
 from tr_core.model_io import base_model, forward_parameters
 from tr_core.plan import check_accelerator_config

@@ -23,8 +23,8 @@ from tr_core.checkpoint.adapters import is_adapter
 from tr_core.checkpoint.optimizer_groups import read_groups
 from tr_core.checkpoint.schedule_state import describe_schedule
 from tr_core.data.batches import Batches
-from tr_core.data.loaders import has_length
 from tr_core.data.position import DataPosition
+from tr_core.data.sampler import has_length
 from tr_core.plan import TrainingPlan
 from tr_core.protocols import Strategy
 from tr_core.trainer_methods import TrainerMethods

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tr_core.data.fetch import StreamFetch
-from tr_core.data.loaders import SampledLoader, StreamLoader, has_length
-from tr_core.data.sampler import EpochSampler, MicroBatch, SampledBatches, num_micro_batches, take_slice
+from tr_core.data.loaders import SampledLoader, StreamLoader
+from tr_core.data.sampler import EpochSampler, MicroBatch, SampledBatches, has_length, num_micro_batches, take_slice
 from tr_core.data.user_loader import StatefulSource, UserLoader, skip_batches
 from tr_core.model_io import to_device
 from tr_core.protocols import Collectives

@@ -15,7 +15,7 @@ from tr_args import TrainingArguments
 from tr_core.data.computed_order import ComputedOrder, in_its_memory
 from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
-from tr_core.data.sampler import EpochSampler, UserSampler, draw_permutation, num_micro_batches
+from tr_core.data.sampler import EpochSampler, UserSampler, draw_permutation, has_length, num_micro_batches
 from tr_core.model_io import base_model
 from tr_core.preemption.signals import blocked_signals, ignore_group_signals, saves_on_signal
 from tr_core.protocols import Collectives
@@ -342,14 +342,6 @@ class LoaderCache:
         if loader.persistent_workers:
             self._kept[name] = (made_of, loader)
         return loader
-
-
-def has_length(dataset: Any) -> bool:
-    """Whether a data set has a length."""
-    try:
-        return len(dataset) is not None
-    except (TypeError, AttributeError, NotImplementedError):
-        return False
 
 
 def keeping_columns(

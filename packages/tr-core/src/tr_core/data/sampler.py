@@ -57,6 +57,14 @@ def draw_permutation(num_samples: int, generator: torch.Generator | None = None)
     return torch.randperm(num_samples, generator=generator, dtype=dtype)
 
 
+def has_length(dataset: Any) -> bool:
+    """Whether a data set has a length."""
+    try:
+        return len(dataset) is not None
+    except (TypeError, AttributeError, NotImplementedError):
+        return False
+
+
 def num_micro_batches(num_samples: int, per_step: int, drop_last: bool) -> int:
     """Count the micro-batches of `num_samples`, with `per_step` samples of all ranks in each."""
     return num_samples // per_step if drop_last else -(-num_samples // per_step)

@@ -173,9 +173,7 @@ class Preemption:
         if is_asked and not (control.should_training_stop or control.should_epoch_stop):
             self._leave(args, state)
 
-    def _after_other(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def _after_other(self, *given: object, **named: object) -> None:
         self.agree_on_flags()
 
     def _leave(self, args: TrainingArguments, state: TrainerState) -> NoReturn:

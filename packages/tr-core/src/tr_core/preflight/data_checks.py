@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from tr_core.data.batches import Batches
-from tr_core.data.loaders import has_length, is_map_style
+from tr_core.data.loaders import is_map_style
+from tr_core.data.sampler import has_length
 from tr_core.data.short_runs import training_batches
 from tr_core.model_io import IGNORED_TARGET, base_model, batch_size_of
 from tr_core.plan import make_plan

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from tr_args.errors import did_you_mean
 from tr_core.data.fetch import identity
-from tr_core.data.loaders import has_length
+from tr_core.data.sampler import has_length
 from tr_core.evaluation.best_metric import adds_to_results, metric_name
 from tr_core.evaluation.metrics import is_streaming
 from tr_core.preflight.context import SAMPLES, CheckContext
