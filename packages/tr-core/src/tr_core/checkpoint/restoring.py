@@ -10,7 +10,7 @@ from tr_core.callback import CallbackList
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.checkpoint.changed_arguments import apply_changed_arguments
 from tr_core.checkpoint.log_files import FOLDER
-from tr_core.checkpoint.saving import checkpoint_parts, readable_model_parts
+from tr_core.checkpoint.saving import OPTIONAL_PARTS, checkpoint_parts, readable_model_parts
 from tr_core.plan import epochs_for
 from tr_core.protocols import Checkpointer, EvaluationWeights, Restored
 from tr_core.run import Run
@@ -20,9 +20,6 @@ from tr_log import get_logger
 logger = get_logger("tr_core.trainer")
 
 Resume = str | Path | bool | None
-
-# Parts that a resume does not need: other programs save no settings, a run in another precision no loss scale.
-_OPTIONAL = ("settings", "scaler")
 
 # Fields of the state that come from the current arguments.
 _FROM_ARGUMENTS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
@@ -83,7 +80,7 @@ def _restore(run: Run, resume: Resume, loaded: Restored | None) -> Restored:
     }
     # The use of the schedule's state depends on the other restored parts.
     only_read = ("scheduler",)
-    restored = restore_parts(run.methods.checkpointer(), parts, source, optional=_OPTIONAL, only_read=only_read)
+    restored = restore_parts(run.methods.checkpointer(), parts, source, optional=OPTIONAL_PARTS, only_read=only_read)
     if restored.step is not None and "scaler" in parts and "scaler" not in restored.loaded:
         logger.info("the checkpoint holds no loss scale, as it was saved without fp16: it starts over")
     return _found(restored, args.output_dir, resume)

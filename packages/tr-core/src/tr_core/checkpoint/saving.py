@@ -185,6 +185,10 @@ def _report_checkpoint(announce: Callable[[Path, int], None], folder: Path, *, s
     announce(folder, step)
 
 
+# Parts that a resume does not need: other programs save no settings, a run in another precision no loss scale.
+OPTIONAL_PARTS = ("settings", "scaler")
+
+
 def checkpoint_parts(run: Run, model: Mapping[str, Stateful] | None = None) -> dict[str, Stateful]:
     """Return all stateful parts of a run by name: exactly the contents of a checkpoint.
 
