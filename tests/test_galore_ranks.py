@@ -1,4 +1,6 @@
-"""GaLore over several gloo processes: the numbers are those of one process, and all ranks hold the same bits."""
+"""GaLore, APOLLO and Fira over several gloo processes: the numbers of one process, and the same bits on all ranks."""
+
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from tr_core import Trainer, TrainingArguments
 from tr_dist import DDP
 from tr_dist.testing import run_ranks
-from tr_optim import GaLoreAdafactor, GaLoreAdamW
+from tr_optim import APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW
 
 
 def net(statistics=False):
@@ -25,17 +27,67 @@ def net(statistics=False):
     )
 
 
-def build(model, options):
-    options = dict(options)
-    kind = GaLoreAdafactor if options.pop("adafactor", False) else GaLoreAdamW
-    if kind is GaLoreAdafactor:
-        options["relative_step"] = False
-    return kind(groups(model), 1e-2, mode="deferred", weight_decay=0.1, **options)
+@dataclass(frozen=True)
+class Way:
+    """One way to train in ranks.
+
+    Attributes:
+        kind: the optimizer.
+        options: of it.
+        world_size: number of ranks.
+        micro_batches: of a step, in each rank.
+        max_norm: to clip to.
+        tolerance: how far weights may be from those of one process.
+    """
+
+    kind: type = GaLoreAdamW
+    options: dict = field(default_factory=dict)
+    world_size: int = 2
+    micro_batches: int = 1
+    max_norm: float | None = None
+    tolerance: float = 1e-6
+
+    def build(self, model, **changes):
+        options = {"mode": "deferred", "weight_decay": 0.1, **self.options, **changes}
+        if self.kind is GaLoreAdafactor:
+            options["relative_step"] = False
+        return self.kind(groups(model), 1e-2, **options)
+
+
+WHOLE = {"reduction": "whole"}
+# A seed by which no projection is small by chance, so that rounding is not made large.
+IMMEDIATE = {"mode": "immediate", "seed": 1}
+WAYS = {
+    "projected": Way(),
+    "projected, three ranks": Way(world_size=3),
+    "projected, accumulated": Way(micro_batches=2),
+    "whole": Way(options=WHOLE),
+    "whole, clipped": Way(options=WHOLE, max_norm=0.1),
+    "whole, three ranks": Way(options=WHOLE, world_size=3),
+    "whole, accumulated": Way(options=WHOLE, micro_batches=3),
+    "adafactor": Way(GaLoreAdafactor),
+    "svd": Way(options={"method": "svd"}, tolerance=1e-5),
+    "apollo": Way(APOLLOAdamW, IMMEDIATE),
+    "apollo, three ranks, accumulated, clipped": Way(APOLLOAdamW, IMMEDIATE, 3, 2, 0.1),
+    "fira, clipped": Way(FiraAdamW, IMMEDIATE, max_norm=0.1),
+    "fira, accumulated": Way(FiraAdamW, IMMEDIATE, micro_batches=3),
+    "immediate": Way(options={**WHOLE, **IMMEDIATE}),
+    "immediate, accumulated": Way(options={**WHOLE, **IMMEDIATE}, micro_batches=3),
+    "immediate adafactor, accumulated": Way(GaLoreAdafactor, {**WHOLE, **IMMEDIATE}, micro_batches=2),
+}
+# Of these, ranks do not end as one process, or what they exchange is looked at.
+OTHERS = {
+    "bases from the first": Way(options={"refresh_from": "first"}, micro_batches=2),
+    "accumulated, clipped": Way(micro_batches=2, max_norm=0.1),
+    "apollo, clipped": Way(APOLLOAdamW, IMMEDIATE, max_norm=0.1),
+}
 
 
 def train(model, optimizer, rank, world_size, micro_batches, max_norm=None):
     inputs, targets = data()
     norms = []
+    if optimizer.mode == "immediate":
+        optimizer.clip_to(max_norm)
     for step in range(STEPS):
         # A rank's share, in micro-batches that together with those of the other ranks are those of one process.
         xs = inputs[step].chunk(world_size)[rank].chunk(micro_batches)
@@ -49,62 +101,48 @@ def train(model, optimizer, rank, world_size, micro_batches, max_norm=None):
     return norms
 
 
-def train_on_rank(options, micro_batches, max_norm):
+def train_on_rank(name):
+    way = {**WAYS, **OTHERS}[name]
     with DDP(use_cpu=True) as strategy:
         model = net()
-        optimizer, collectives = build(model, options), Counted(strategy)
+        optimizer, collectives = way.build(model), Counted(strategy)
         optimizer.bind(collectives)
-        norms = train(model, optimizer, strategy.rank, strategy.world_size, micro_batches, max_norm)
+        norms = train(model, optimizer, strategy.rank, strategy.world_size, way.micro_batches, way.max_norm)
         return weights(model), norms, collectives.elements, optimizer.norm_is_estimated
 
 
-SETTINGS = {
-    "projected": (2, {}, 1, 1e-6),
-    "projected, three ranks": (3, {}, 1, 1e-6),
-    "projected, accumulated": (2, {}, 2, 1e-6),
-    "whole": (2, {"reduction": "whole"}, 1, 1e-6),
-    "whole, three ranks": (3, {"reduction": "whole"}, 1, 1e-6),
-    "whole, accumulated": (2, {"reduction": "whole"}, 3, 1e-6),
-    "adafactor": (2, {"adafactor": True}, 1, 1e-6),
-    "svd": (2, {"method": "svd"}, 1, 1e-5),
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_ranks_end_as_one_process_with_the_union_of_their_batches(setting):
-    world_size, options, micro_batches, tolerance = SETTINGS[setting]
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_end_as_one_process_with_the_union_of_their_batches(name):
+    way = WAYS[name]
     alone = net()
-    optimizer = build(alone, {name: value for name, value in options.items() if name != "reduction"})
-    norms = train(alone, optimizer, 0, 1, 1)
-    results = run_ranks(train_on_rank, world_size, options, micro_batches, None)
-    for shared, _, _, is_estimated in results:
+    norms = train(alone, way.build(alone), 0, 1, 1, way.max_norm)
+    for shared, found, _, is_estimated in (results := run_ranks(train_on_rank, way.world_size, name)):
         assert torch.equal(shared, results[0][0])
-        assert (shared - weights(alone)).abs().max() < tolerance
-        assert is_estimated == (options.get("reduction") != "whole" or micro_batches > 1)
+        assert (shared - weights(alone)).abs().max() < way.tolerance
+        # A norm needs the mean of whole gradients; APOLLO and Fira exchange these for themselves.
+        knows = way.kind in (APOLLOAdamW, FiraAdamW) or ("reduction" in way.options and way.micro_batches == 1)
+        assert is_estimated != knows
+        assert found == pytest.approx(norms, rel=1e-5 if knows else 0.2)
     assert (weights(alone) - weights(net())).abs().max() > 1e-2
-    if options.get("reduction") == "whole" and micro_batches == 1:
-        assert norms == pytest.approx(results[0][1], rel=1e-5)
-    assert norms == pytest.approx(results[0][1], rel=0.2)
 
 
-def test_clipping_with_whole_gradients_exchanged_is_that_of_one_process():
-    alone = net()
-    train(alone, build(alone, {}), 0, 1, 1, 0.1)
-    results = run_ranks(train_on_rank, 2, {"reduction": "whole"}, 1, 0.1)
-    assert torch.equal(results[0][0], results[1][0])
-    assert (results[0][0] - weights(alone)).abs().max() < 1e-6
+def test_each_gradient_is_exchanged_once_in_a_step_and_twice_where_it_is_clipped():
+    count = sum(p.numel() for p in net().parameters())
+    for name, times in (("apollo", 1), ("apollo, clipped", 2)):
+        for _, _, elements, _ in run_ranks(train_on_rank, 2, name):
+            assert sum(elements) == STEPS * times * count
 
 
 def test_bases_from_the_first_micro_batch_leave_ranks_with_the_same_bits():
     alone = net()
-    train(alone, build(alone, {}), 0, 1, 1)
-    results = run_ranks(train_on_rank, 2, {"refresh_from": "first"}, 2, None)
+    train(alone, Way().build(alone), 0, 1, 1)
+    results = run_ranks(train_on_rank, 2, "bases from the first")
     assert torch.equal(results[0][0], results[1][0])
     assert 1e-6 < (results[0][0] - weights(alone)).abs().max() < 0.1  # another run than one big batch, and no wild one
 
 
 def test_clipping_by_an_estimate_leaves_ranks_with_the_same_bits():
-    results = run_ranks(train_on_rank, 2, {}, 2, 0.1)
+    results = run_ranks(train_on_rank, 2, "accumulated, clipped")
     assert torch.equal(results[0][0], results[1][0])
 
 
@@ -182,6 +220,33 @@ def test_a_parameter_without_a_gradient_is_an_error_in_words(due):
         run_ranks(unused_on_rank, 2, due)
 
 
+def unused_in_the_last_on_rank(uses_before):
+    with DDP(use_cpu=True) as strategy:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+        optimizer = FiraAdamW([{"params": list(model.parameters()), "rank": 2}], 1e-2, mode="immediate")
+        optimizer.bind(strategy)
+        optimizer.clip_to(1.0)
+        x = torch.ones(4, 8) * (1 + strategy.rank)
+        if uses_before:  # in the first of two micro-batches
+            optimizer.backward(model[1](model[0](x)).square().mean(), last=False)
+        optimizer.backward(model[0](x).square().mean())
+        return weights(model)
+
+
+def test_a_parameter_without_a_gradient_is_an_error_in_words_also_of_whole_gradients():
+    with pytest.raises(RuntimeError, match="1 trainable parameters got no gradient on this rank"):
+        run_ranks(unused_in_the_last_on_rank, 2, False)
+
+
+def test_a_parameter_of_earlier_micro_batches_alone_is_updated_alike_on_all_ranks():
+    first, second = run_ranks(unused_in_the_last_on_rank, 2, True)
+    assert torch.equal(first, second)
+    torch.manual_seed(0)
+    before = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+    assert not torch.equal(first[64:], weights(before)[64:])
+
+
 def immediate_on_rank():
     with DDP(use_cpu=True) as strategy:
         model = net()
@@ -221,21 +286,6 @@ def trainer_on_rank(folder, options, statistics=False, resume=None):
     result = weights(trainer.model), norms, buffers
     trainer.strategy.close()
     return result
-
-
-@pytest.mark.parametrize("name", ["galore_adamw", "galore_adafactor"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_trainer_ends_alike_on_one_process_and_on_two(tmp_path, name, accumulation):
-    alone, _, _ = trainer_on_rank(str(tmp_path), {"optim": name, "per_device_train_batch_size": 8})
-    for suffix in ("", "_layerwise"):
-        options = {
-            "optim": name + suffix,
-            "per_device_train_batch_size": 4 // accumulation,
-            "gradient_accumulation_steps": accumulation,
-        }
-        results = run_ranks(trainer_on_rank, 2, str(tmp_path), options)
-        assert torch.equal(results[0][0], results[1][0])
-        assert (results[0][0] - alone).abs().max() < 1e-6
 
 
 def test_running_statistics_are_those_of_the_first_rank_as_with_any_optimizer(tmp_path):
