@@ -18,10 +18,10 @@ from torch.utils.data import IterableDataset
 
 from tr_core import TrainerCallback
 from tr_core.preflight import CODES, Problem, Report, check
-from tr_core.preflight.argument_checks import evaluation_count
+from tr_core.preflight.argument_checks import steps_with
 from tr_core.preflight.context import CheckContext
 from tr_core.preflight.origins import Origins
-from tr_core.preflight.resource_checks import checkpoints_at_once, memory_problems, state_bytes
+from tr_core.preflight.resource_checks import check_memory, checkpoints_at_once, state_bytes
 
 
 class Normalised(Classifier):
@@ -310,7 +310,7 @@ def test_a_check_that_fails_itself_is_reported_and_the_others_are_made(make_trai
     monkeypatch.setattr(shutil, "disk_usage", lambda path: 1 / 0)
     report = check(make_trainer())
     [problem] = [p for p in report.problems if p.code == "T012"]
-    assert problem.message == "check disk space: ZeroDivisionError: division by zero; the other checks were made"
+    assert problem.message == "check disk space (the other checks were made): ZeroDivisionError: division by zero"
     assert "estimated_s" in report.figures
 
 
@@ -368,7 +368,7 @@ def retention(**options):
                 "eval_steps": 15,
                 "metric_for_best_model": "loss",
             },
-            17,
+            13,
         ),
     ],
 )
@@ -389,22 +389,27 @@ def test_the_checkpoints_on_the_disk_at_once_are_those_kept_the_best_and_the_one
     ],
 )
 def test_evaluations_are_counted_as_the_run_makes_them(options, expected):
-    subject = retention(**options)
-    assert evaluation_count(subject, subject.steps) == expected
+    steps = steps_with(retention(**options), "eval")
+    assert (None if steps is None else len(steps)) == expected
 
 
 def test_evaluations_of_a_real_run_are_as_many_as_counted(make_trained):
     trainer = make_trained(number=40, eval_dataset=samples(4), eval_strategy="steps", eval_steps=3, eval_delay=4)
     made = sum("eval_loss" in entry for entry in trainer.state.log_history)
-    assert made == evaluation_count(CheckContext(trainer.args), 10) == 3
+    assert made == len(steps_with(CheckContext(trainer.args, steps=10), "eval")) == 3
 
 
-def test_weights_and_states_that_exceed_the_devices_memory_are_an_error():
+@pytest.mark.parametrize(("there", "found"), [(17, []), (15, ["T306"])])
+def test_weights_and_states_that_exceed_the_devices_memory_are_an_error(monkeypatch, there, found):
+    device = SimpleNamespace(type="cuda")
+    module = SimpleNamespace(mem_get_info=lambda device: (0, there * 10**9))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     figures = {"parameter_bytes": 4 * 10**9, "gradient_bytes": 4 * 10**9, "optimizer_bytes": 8 * 10**9}
-    assert list(memory_problems(figures, 17 * 10**9)) == []
-    [problem] = memory_problems(figures, 15 * 10**9)
-    assert problem.code == "T306"
-    assert "take 16 GB, the device has 15 GB" in problem.message
+    trainer = SimpleNamespace(strategy=SimpleNamespace(device=device))
+    subject = CheckContext(None, trainer, figures=figures)
+    check_memory(subject)
+    assert [problem.code for problem in subject.problems] == found
+    assert all("take 16 GB, the device has 15 GB" in problem.message for problem in subject.problems)
 
 
 @pytest.mark.cuda

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,220 +10,169 @@ import torch
 from torch import nn
 
 from tr_args import ArgumentsError
+from tr_args.constraints import Only
+from tr_args.schema import facts_of_kind
 from tr_core import plugins
 from tr_core.callbacks.defaults import CALLBACKS_BY_ARGUMENT, tracker_factory
 from tr_core.choose_strategy import usable_strategy
-from tr_core.optim.optimizers import build_optimizer, optimizer_factory, optimizer_names, parameter_groups
+from tr_core.optim.optimizers import build_optimizer, optimizer_factory, parameter_groups
 from tr_core.optim.schedules import get_scheduler
 from tr_core.plugins import PluginError
 from tr_core.preflight.context import CheckContext
-from tr_core.preflight.origins import argument_problems, unsupported_problems
-from tr_core.preflight.report import Problem
+from tr_core.preflight.origins import argument_problems
 from tr_core.signatures import takes_argument
 from tr_core.single_device import SingleDevice
 from tr_core.state import resolve_steps
-from tr_core.validation import refuse_unsupported, why_not_writable
+from tr_core.validation import why_not_writable
 
 
-def check_options(subject: CheckContext) -> Iterator[Problem]:
+def check_options(subject: CheckContext) -> None:
     """Find options that contradict each other, and options that this version ignores."""
+    args = subject.args
     try:
-        subject.args.check()
+        args.check()
     except ArgumentsError as error:
-        yield from argument_problems(error, subject.origin, type(subject.args))
-    try:
-        refuse_unsupported(subject.args)
-    except ValueError as error:
-        yield from unsupported_problems(error, subject.origin)
+        subject.problems += argument_problems(error, subject.origin)
+    for name, only in facts_of_kind(type(args), Only).items():
+        if (value := getattr(args, name)) != only.value:
+            subject.say("T007", f"{name}={value!r} cannot be used with this version; {only.reason}", name)
 
 
-def check_plugins(subject: CheckContext) -> Iterator[Problem]:
-    """Find names of optimizers, strategies, checkpointers and trackers that no installed package has."""
+def check_plugins(subject: CheckContext) -> None:
+    """Find names of optimizers, strategies, checkpointers, trackers and callbacks that no installed package has."""
     args = subject.args
-    yield from _check_callbacks(subject)
-    yield from _check_optimizer_name(subject)
+    for name in args.report_to:
+        with subject.saying("T302", "report_to"):
+            if name not in ("none", "all"):
+                tracker_factory(name)(args)
     strategy = str(args.strategy)
-    if strategy == "auto":
-        strategy = "ddp" if args.world_size > 1 else "single"
-    yield from _check_name(subject, "tr.strategies", strategy, "strategy")
+    automatic = "ddp" if args.world_size > 1 else "single"
+    needed = [
+        ("tr.callbacks", name, (option,)) for name, option in CALLBACKS_BY_ARGUMENT.items() if getattr(args, option)
+    ]
+    needed.append(("tr.strategies", automatic if strategy == "auto" else strategy, ("strategy",)))
     if args.save_strategy != "no" or args.resume_from_checkpoint not in (None, False):
-        yield from _check_name(subject, "tr.checkpointers", str(args.checkpointer), "checkpointer", "save_strategy")
+        needed.append(("tr.checkpointers", str(args.checkpointer), ("checkpointer", "save_strategy")))
+    for group, name, options in needed:
+        values = " and ".join(f"{option}={str(getattr(args, option))!r}" for option in options)
+        with subject.saying("T302", options[0], what=f"{values}: "):
+            plugins.load(group, name)
 
 
-def _check_name(subject: CheckContext, group: str, name: str, *options: str) -> Iterator[Problem]:
-    try:
-        plugins.load(group, name)
-    except plugins.PluginError as error:
-        values = " and ".join(f"{option}={str(getattr(subject.args, option))!r}" for option in options)
-        yield Problem("T301", f"{values}: {error}", subject.origin(options[0]))
-    except ImportError as error:
-        yield Problem("T302", f"{options[0]}={name!r}: {error}", subject.origin(options[0]))
+def check_optimizer_name(subject: CheckContext) -> None:
+    """Build the optimizer for a layer of one number: it shows whether there is one, and whether it takes the options.
 
-
-def _check_callbacks(subject: CheckContext) -> Iterator[Problem]:
+    One of a package may need a real model: only its name is looked up.
+    """
     args = subject.args
-    for name in [name for name in args.report_to if name not in ("none", "all")]:
-        try:
-            tracker_factory(name)(args)
-        except plugins.PluginError as error:
-            yield Problem("T301", str(error), subject.origin("report_to"))
-        except ImportError as error:
-            yield Problem("T302", str(error), subject.origin("report_to"))
-    for name, option in CALLBACKS_BY_ARGUMENT.items():
-        if getattr(args, option):
-            yield from _check_name(subject, "tr.callbacks", name, option)
-
-
-def _check_optimizer_name(subject: CheckContext) -> Iterator[Problem]:
-    args, origin = subject.args, subject.origin("optim")
     name = str(args.optim)
-    if name not in optimizer_names():
-        try:
-            optimizer_factory(args)
-        except plugins.PluginError as error:
-            yield Problem("T301", f"optim={name!r}: {error}", origin)
-        return
-    if name in plugins.available("tr.optimizers"):
-        yield from _check_name(subject, "tr.optimizers", name, "optim")
-        return
-    try:  # torch's own: a layer of one number checks whether they take the options
+    with subject.saying("T304", "optim" if not args.optim_args else "optim_args", what=f"optim={name!r}: "):
+        if name in plugins.available("tr.optimizers"):
+            plugins.load("tr.optimizers", name)
+            return
+        factory = optimizer_factory(args)
         with torch.random.fork_rng(devices=[]):
             layer = nn.Linear(1, 1)
-        build_optimizer(*optimizer_factory(args), parameter_groups(layer, args.weight_decay))
-    except (ValueError, TypeError) as error:
-        yield Problem("T304", str(error), subject.origin("optim_args"))
+        build_optimizer(*factory, parameter_groups(layer, args.weight_decay))
 
 
-_DEVICE_OPTIONS = ("strategy", "fp16", "bf16", "use_cpu")
-
-
-def check_device(subject: CheckContext) -> Iterator[Problem]:
+def check_device(subject: CheckContext) -> None:
     """Find a precision that the device lacks, and a launch environment that does not fit the strategy.
 
     A strategy of several processes is not built, because building joins them. Its precision is checked as for one
     device.
     """
     args = subject.args
-    try:
+    with subject.saying("T303", "strategy", "fp16", "bf16", "use_cpu"), suppress(PluginError):  # found with the names
         if args.strategy in ("single", "mps") or (args.strategy == "auto" and args.world_size == 1):
             usable_strategy(args)
         else:
             SingleDevice.from_arguments(args)
-    except PluginError:
-        return  # reported with the names
-    except ValueError as error:
-        given = [subject.origin(name) for name in _DEVICE_OPTIONS]
-        origins = [origin for origin in given if origin not in ("default", "")]
-        yield Problem("T303", str(error), ", ".join(origins))
 
 
-def check_events(subject: CheckContext) -> Iterator[Problem]:
-    """Find events that never occur, or only at the end."""
-    if subject.steps is None or not subject.trains:
-        return
-    yield from _check_evaluations(subject, subject.steps)
-    yield from _check_warmup(subject, subject.steps)
-    yield from _check_saves_and_logs(subject, subject.steps)
+def steps_with(subject: CheckContext, event: str) -> set[float] | None:
+    """Return the steps at which the run evaluates (`eval`) or saves (`save`); None if they are not known before it.
 
-
-def evaluation_count(subject: CheckContext, steps: int) -> int | None:
-    """Count the evaluations during training; None unless the strategy is one of steps or epochs."""
-    args = subject.args
-    if args.eval_strategy == "no":
-        return 0
-    if args.eval_strategy == "steps":
-        every = resolve_steps(args.eval_steps, steps)
-        inner = len([step for step in range(every, steps, every) if step >= args.eval_delay])
-        return inner + int(args.eval_delay <= steps)
-    if args.eval_strategy == "epoch" and subject.epochs is not None:
-        return len([epoch for epoch in range(1, subject.epochs + 1) if epoch >= args.eval_delay])
+    The end of an epoch is a step with a fraction where a run is not a whole number of epochs.
+    """
+    args, steps, epochs = subject.args, subject.steps, subject.epochs
+    strategy = str(getattr(args, f"{event}_strategy"))
+    if strategy == "no":
+        return set()
+    if strategy == "best":
+        return steps_with(subject, "eval")
+    delay = args.eval_delay if event == "eval" else 0
+    if strategy == "steps" and steps is not None:
+        every = resolve_steps(getattr(args, f"{event}_steps"), steps)
+        return {step for step in (*range(every, steps, every), steps) if step >= delay}
+    if strategy == "epoch" and steps is not None and epochs is not None:
+        return {steps * epoch / epochs for epoch in range(1, epochs + 1) if epoch >= delay}
     return None
 
 
-def _check_evaluations(subject: CheckContext, steps: int) -> Iterator[Problem]:
-    args = subject.args
-    strategy = str(args.eval_strategy)
-    if evaluation_count(subject, steps) == 0 and strategy != "no":
-        length = f"{steps} steps" if strategy == "steps" else f"{subject.epochs} epochs"
+def check_events(subject: CheckContext) -> None:
+    """Find events that never occur, or only at the end."""
+    args, steps = subject.args, subject.steps
+    if steps is None or not subject.trains:
+        return
+
+    def beyond(event: str) -> float:
+        if getattr(args, f"{event}_strategy") != "steps":
+            return 0
+        value = getattr(args, f"{event}_steps")
+        return value if resolve_steps(value, steps) > steps else 0
+
+    if args.eval_strategy != "no" and steps_with(subject, "eval") == set():
+        length = f"{steps} steps" if args.eval_strategy == "steps" else f"{subject.epochs} epochs"
         watched = f"; {args.metric_for_best_model!r} then chooses no best model" if args.metric_for_best_model else ""
-        yield Problem(
+        subject.say(
             "T103",
-            f"eval_strategy={strategy!r} with eval_delay={args.eval_delay:g} evaluates never in a run of {length}"
-            f"{watched}; lower eval_delay",
-            subject.origin("eval_delay"),
+            f"eval_strategy={str(args.eval_strategy)!r} with eval_delay={args.eval_delay:g} evaluates never in a run "
+            f"of {length}{watched}; lower eval_delay",
+            "eval_delay",
         )
-    elif strategy == "steps" and resolve_steps(args.eval_steps, steps) > steps:
-        name = "eval_steps" if subject.origin("eval_steps") != "default" else "logging_steps"
-        yield Problem(
+    elif every := beyond("eval"):
+        subject.say(
             "T104",
-            f"eval_steps={args.eval_steps:g} is beyond the run's {steps} steps, so that the only evaluation is that of "
-            f"the last step; set it to at most {steps // 2 or 1}, or to a share such as 0.1",
-            subject.origin(name),
+            f"eval_steps={every:g} is beyond the run's {steps} steps, so that the only evaluation is that of the last "
+            f"step; set it to at most {steps // 2 or 1}, or to a share such as 0.1",
+            "eval_steps" if subject.origin("eval_steps") != "default" else "logging_steps",
         )
-
-
-def _check_warmup(subject: CheckContext, steps: int) -> Iterator[Problem]:
-    warmup = subject.args.get_warmup_steps(steps)
-    if warmup >= steps and warmup:
-        yield Problem(
+    if args.get_warmup_steps(steps) >= max(steps, 1):
+        subject.say(
             "T105",
-            f"warmup_steps={subject.args.warmup_steps:g} is not shorter than the run of {steps} steps, so that "
-            f"learning_rate={subject.args.learning_rate:g} is never reached; set it below {steps}, or to a share such "
-            "as 0.1",
-            subject.origin("warmup_steps"),
+            f"warmup_steps={args.warmup_steps:g} is not shorter than the run of {steps} steps, so that learning_rate="
+            f"{args.learning_rate:g} is never reached; set it below {steps}, or to a share such as 0.1",
+            "warmup_steps",
         )
+    for event, code, without in (
+        ("save", "T106", "a run that is killed starts over"),
+        ("logging", "T107", "no loss is logged before the end"),
+    ):
+        if every := beyond(event):
+            subject.say(code, f"{event}_steps={every:g} is beyond the run's {steps} steps: {without}", f"{event}_steps")
 
 
-def _check_saves_and_logs(subject: CheckContext, steps: int) -> Iterator[Problem]:
-    args = subject.args
-    if args.save_strategy == "steps" and (every := resolve_steps(args.save_steps, steps)) > steps:
-        yield Problem(
-            "T106",
-            f"save_steps={every} is beyond the run's {steps} steps: a run that is killed starts over",
-            subject.origin("save_steps"),
-        )
-    if args.logging_strategy == "steps" and (every := resolve_steps(args.logging_steps, steps)) > steps:
-        yield Problem(
-            "T107",
-            f"logging_steps={every} is beyond the run's {steps} steps: no loss is logged before the end",
-            subject.origin("logging_steps"),
-        )
-
-
-def check_schedule(subject: CheckContext) -> Iterator[Problem]:
-    """Build the schedule for a dummy optimizer, because it would change the run's."""
+def check_schedule(subject: CheckContext) -> None:
+    """Build the schedule for another optimizer, because it would change the run's."""
     args, trainer = subject.args, subject.given_trainer
     if trainer is not None and (not subject.trains or trainer.lr_scheduler is not None):
         return
-    steps = subject.steps or 1
-    stand_in = _dummy_optimizer(subject.optimizer, args.learning_rate)
-    try:
-        if trainer is not None:
-            if takes_argument(trainer.create_scheduler, "optimizer"):  # else it would change the run's optimizer
-                trainer.create_scheduler(num_training_steps=steps, optimizer=stand_in)
-        else:
-            get_scheduler(
-                args.lr_scheduler_type,
-                stand_in,
-                args.get_warmup_steps(steps),
-                steps,
-                dict(args.lr_scheduler_kwargs or {}),
-            )
-    except (ValueError, TypeError) as error:
-        name = "lr_scheduler_kwargs" if args.lr_scheduler_kwargs else "lr_scheduler_type"
-        yield Problem("T305", str(error), subject.origin(name))
-
-
-def _dummy_optimizer(optimizer: torch.optim.Optimizer | None, learning_rate: float) -> torch.optim.Optimizer:
-    rates = [learning_rate] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
+    rates = [group["lr"] for group in subject.optimizer.param_groups] if subject.optimizer else [args.learning_rate]
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
-    return torch.optim.SGD(groups, momentum=0.9)
+    other, steps = torch.optim.SGD(groups, momentum=0.9), subject.steps or 1
+    with subject.saying("T305", "lr_scheduler_kwargs" if args.lr_scheduler_kwargs else "lr_scheduler_type"):
+        if trainer is None:
+            options = dict(args.lr_scheduler_kwargs or {})
+            get_scheduler(args.lr_scheduler_type, other, args.get_warmup_steps(steps), steps, options)
+        elif takes_argument(trainer.create_scheduler, "optimizer"):  # else it would change the run's optimizer
+            trainer.create_scheduler(num_training_steps=steps, optimizer=other)
 
 
-def check_output_folder(subject: CheckContext) -> Iterator[Problem]:
+def check_output_folder(subject: CheckContext) -> None:
     """Find a file at the folder's path, and folders without write permission."""
     if found := why_not_writable(Path(subject.args.output_dir).absolute()):
-        yield Problem("T201", found, subject.origin("output_dir"))
+        subject.say("T201", found, "output_dir")
 
 
 class _OneProcess:
@@ -239,50 +188,50 @@ class _OneProcess:
 _SMALL_PARTS = ("run", "scheduler")
 
 
-def check_resume(subject: CheckContext) -> Iterator[Problem]:
+def check_resume(subject: CheckContext) -> None:
     """Read and verify the checkpoint to resume from, without loading it into the run."""
-    checkpointer = checkpointer_of(subject)
+    checkpointer, resume, output_dir = checkpointer_of(subject), subject.resume, subject.args.output_dir
     if checkpointer is None or not subject.trains:
         return
-    resume = subject.resume
     if resume in (None, False):
-        yield from _earlier_checkpoints(subject, checkpointer)
+        with subject.saying("T205", "output_dir"):
+            if steps := checkpointer.steps():
+                subject.say(
+                    "T208",
+                    f"{output_dir!r} holds checkpoints of an earlier run, up to step {steps[-1]}: resuming takes those "
+                    "until this run has saved its first, a save of the same step replaces one, and save_total_limit "
+                    "leaves the others; give every run an output_dir of its own, or remove them with `trainer ckpt "
+                    "prune`",
+                    "output_dir",
+                )
         return
-    automatic = resume is True or str(resume) in ("auto", "True", "true")
-    source, origin = None if automatic else str(resume), subject.origin("resume_from_checkpoint")
-    is_at_hub = source is not None and source.partition(":")[0] == "hub"  # the checkpointer resolves these
-    if source is not None and not is_at_hub and _is_missing(Path(source)):
-        message = f"resume_from_checkpoint={source!r}: there is no such folder; give a checkpoint's folder, or True"
-        yield Problem("T204", message, origin)
-        return
+    option, asked = "resume_from_checkpoint", f"resume_from_checkpoint={resume!r}"
+    source = None if resume is True or str(resume) in ("auto", "True", "true") else str(resume)
     subject.progress("verifying the checkpoint to resume from")
     try:
+        if source is not None and source.partition(":")[0] != "hub" and not Path(source).exists():
+            subject.say("T204", f"{asked}: there is no such folder; give a checkpoint's folder, or True", option)
+            return
         step = checkpointer.restore({}, source=source, only_read=_SMALL_PARTS)
     except (ValueError, OSError) as error:
-        yield Problem("T205", f"resume_from_checkpoint={resume!r}: {error}", origin)
+        subject.say("T205", f"{asked}: {error}", option)
         return
     for text in checkpointer.restored.skipped:
-        yield Problem("T206", text, origin)
+        subject.say("T206", text, option)
     if step is None and str(resume) != "auto":
-        yield Problem(
+        subject.say(
             "T204",
-            f"resume_from_checkpoint={resume!r}, but there is no valid checkpoint in {subject.args.output_dir!r}; give "
-            "the folder of one, or 'auto' to start over where there is none",
-            origin,
+            f"{asked}, but there is no valid checkpoint in {output_dir!r}; give the folder of one, or 'auto' to start "
+            "over where there is none",
+            option,
         )
     elif step is not None and subject.steps is not None and step >= subject.steps:
-        message = f"the checkpoint is at step {step} of {subject.steps}: there is nothing left to train; raise "
-        yield Problem("T207", f"{message}num_train_epochs or max_steps to go on", origin)
-
-
-def _is_missing(source: Path) -> bool:
-    try:
-        source.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return True
-    except OSError:  # no evidence that it is missing: reading it will raise the actual error
-        return False
-    return False
+        subject.say(
+            "T207",
+            f"the checkpoint is at step {step} of {subject.steps}: there is nothing left to train; raise "
+            "num_train_epochs or max_steps to go on",
+            option,
+        )
 
 
 def checkpointer_of(subject: CheckContext) -> Any:
@@ -292,23 +241,6 @@ def checkpointer_of(subject: CheckContext) -> Any:
         return None
     if subject.given_trainer is not None:
         return subject.trainer.checkpointer()
-    try:
+    with suppress(PluginError):  # found with the names
         return plugins.load("tr.checkpointers", str(args.checkpointer))(args, _OneProcess())
-    except plugins.PluginError:
-        return None  # reported with the names
-
-
-def _earlier_checkpoints(subject: CheckContext, checkpointer: Any) -> Iterator[Problem]:
-    try:
-        steps = checkpointer.steps()
-    except ValueError as error:
-        yield Problem("T205", str(error), subject.origin("output_dir"))
-        return
-    if steps:
-        yield Problem(
-            "T208",
-            f"{subject.args.output_dir!r} holds checkpoints of an earlier run, up to step {steps[-1]}: resuming takes "
-            "those until this run has saved its first, a save of the same step replaces one, and save_total_limit "
-            "leaves the others; give every run an output_dir of its own, or remove them with `trainer ckpt prune`",
-            subject.origin("output_dir"),
-        )
+    return None

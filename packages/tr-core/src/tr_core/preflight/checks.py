@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tr_core.callback import CallbackList
 from tr_core.preflight.argument_checks import (
     check_device,
     check_events,
+    check_optimizer_name,
     check_options,
     check_output_folder,
     check_plugins,
@@ -19,19 +21,22 @@ from tr_core.preflight.argument_checks import (
 )
 from tr_core.preflight.context import CheckContext
 from tr_core.preflight.data_checks import check_first_batch, check_labels, check_length, check_pickling
-from tr_core.preflight.evaluation_checks import check_evaluation
-from tr_core.preflight.model_checks import check_forward_backward, check_loss_division, check_trainable
-from tr_core.preflight.origins import Origins, last_line, raised_at
+from tr_core.preflight.model_checks import (
+    check_evaluation,
+    check_forward_backward,
+    check_loss_division,
+    check_trainable,
+)
+from tr_core.preflight.origins import Origins
 from tr_core.preflight.report import Problem, Report
-from tr_core.preflight.resource_checks import check_disk_space, check_memory, check_optimizer, estimate
+from tr_core.preflight.resource_checks import check_disk_space, check_memory, check_optimizer, estimate_time
 from tr_core.trainer_methods import TrainerMethods
 
-Check = Callable[[CheckContext], Iterator[Problem]]
-
 # Checks of arguments alone.
-_ARGUMENT_CHECKS: tuple[Check, ...] = (
+_ARGUMENT_CHECKS = (
     check_options,
     check_plugins,
+    check_optimizer_name,
     check_device,
     check_events,
     check_schedule,
@@ -40,7 +45,7 @@ _ARGUMENT_CHECKS: tuple[Check, ...] = (
     check_disk_space,
 )
 # Checks of a Trainer: later ones use results of earlier ones.
-_TRAINER_CHECKS: tuple[Check, ...] = (
+_TRAINER_CHECKS = (
     check_options,
     check_length,
     check_events,
@@ -57,7 +62,7 @@ _TRAINER_CHECKS: tuple[Check, ...] = (
     check_schedule,
     check_memory,
     check_disk_space,
-    estimate,
+    estimate_time,
 )
 
 
@@ -97,65 +102,44 @@ def check(
         raise RuntimeError("check() was called while this Trainer is training; check another Trainer, before its run")
     trainer.is_checked = True
     args = trainer.args
-    if args.fast_dev_run:
-        resume = False  # a trial run does not resume
+    script = getattr(sys.modules["__main__"], "__file__", None)
     subject = CheckContext(
         args,
         trainer,
-        Origins(args, _script()),
-        resume=args.resume_from_checkpoint if resume is None else resume,
+        Origins(args, Path(script) if script else None),
+        # A trial run does not resume.
+        resume=False if args.fast_dev_run else args.resume_from_checkpoint if resume is None else resume,
         evaluation_data=evaluation_data,
         trains=trains,
         ends_here=ends_here,
         progress=progress or (lambda text: None),
     )
-    return Report(type(trainer).__name__, *_examine(subject))
+    _examine(subject)
+    return Report(type(trainer).__name__, subject.problems, subject.figures)
 
 
 def check_arguments(args: TrainingArguments, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
     """Check arguments alone, without model and data."""
-    subject = CheckContext(args, origin=origin, resume=args.resume_from_checkpoint)
+    subject = CheckContext(args, origin=origin, resume=args.resume_from_checkpoint, problems=[*found])
     if args.max_steps > 0:
         subject.steps = subject.figures["steps"] = args.max_steps
-    problems = [*found, *_run(_ARGUMENT_CHECKS, subject)]
+    _run(_ARGUMENT_CHECKS, subject)
     unknown = "data, model, loss and metrics, and what depends on them"
     if subject.steps is None:
         unknown += ", such as the number of steps (max_steps is not set)"
-    problems.append(Problem("T010", f"a configuration file alone says nothing of {unknown}: check the script for that"))
-    return Report(target, problems, subject.figures)
+    subject.say("T010", f"a configuration file alone says nothing of {unknown}: check the script for that")
+    return Report(target, subject.problems, subject.figures)
 
 
-def _examine(subject: CheckContext) -> tuple[list[Problem], dict[str, Any]]:
+def _examine(subject: CheckContext) -> None:
     trainer = subject.trainer
     subject.progress("preparing the model")
     try:
         trainer.prepare()
     except ArgumentsError:
-        return list(check_options(subject)), {}
+        return check_options(subject)
     except Exception as error:
-        return [Problem("T303", f"the strategy cannot prepare the model: {last_line(error)}", raised_at(error))], {}
-    _describe_model(subject)
-    handler = trainer.callback_handler
-    subject.callbacks = list(handler.callbacks)
-    trainer.model_wrapped.zero_grad(set_to_none=True)
-    trainer.callback_handler = CallbackList(handler.context)
-    try:
-        return list(_run(_TRAINER_CHECKS, subject)), subject.figures
-    finally:
-        trainer.callback_handler = handler
-
-
-def _run(checks: tuple[Check, ...], subject: CheckContext) -> Iterator[Problem]:
-    for each in checks:
-        try:
-            yield from each(subject)
-        except Exception as error:  # whatever a user's object raises, the other checks run
-            name = each.__name__.replace("_", " ")
-            yield Problem("T012", f"{name}: {last_line(error)}; the other checks were made", raised_at(error))
-
-
-def _describe_model(subject: CheckContext) -> None:
-    trainer = subject.trainer
+        return subject.say_error("T303", "the strategy cannot prepare the model", error)
     subject.figures |= {
         "model": type(trainer.model).__name__,
         "device": str(trainer.strategy.device),
@@ -163,10 +147,19 @@ def _describe_model(subject: CheckContext) -> None:
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "trainable_parameters": trainer.get_num_trainable_parameters(),
     }
+    handler = trainer.callback_handler
+    subject.callbacks = list(handler.callbacks)
+    trainer.model_wrapped.zero_grad(set_to_none=True)
+    trainer.callback_handler = CallbackList(handler.context)
+    try:
+        _run(_TRAINER_CHECKS, subject)
+    finally:
+        trainer.callback_handler = handler
 
 
-def _script() -> Path | None:
-    import __main__
-
-    file = getattr(__main__, "__file__", None)
-    return Path(file) if file else None
+def _run(checks: Sequence[Callable[[CheckContext], None]], subject: CheckContext) -> None:
+    for each in checks:
+        try:
+            each(subject)
+        except Exception as error:  # whatever a user's object raises, the other checks run
+            subject.say_error("T012", f"{each.__name__.replace('_', ' ')} (the other checks were made)", error)

@@ -9,25 +9,22 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tr_args import ArgumentParser, ArgumentsError, Seq2SeqTrainingArguments, TrainingArguments
+from tr_args import ArgumentParser, ArgumentsError, Seq2SeqTrainingArguments
 from tr_args.files import read_mapping
-from tr_args.flags import FlagTable
-from tr_args.schema import schema
 from tr_core.plugins import PluginError
 from tr_core.preflight.origins import (
     Origins,
     argument_problems,
     chain,
-    comes_from,
+    frames_of,
     last_line,
     passed_through,
     raised_at,
     shown,
-    unsupported_problems,
 )
 from tr_core.preflight.report import Problem, Report, read_report
 from tr_core.preflight.requested import VARIABLE, PreflightDone, is_first_process
@@ -67,16 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     path = Path(arguments.file)
     try:
-        target = _target(path)
-        if target:
-            _refuse_late_options(path, arguments.words)
+        _check_usage(path, arguments.words)
         dataclasses = [_dataclass(name) for name in arguments.dataclass]
     except ValueError as error:
         print(f"trainer check: {error}", file=sys.stderr)
         return USAGE_ERROR
     # The output of a script is not part of the report.
     with contextlib.redirect_stdout(sys.stderr):
-        report = check_config(path, arguments.words, dataclasses) if target else check_script(path, arguments.words)
+        is_script = path.suffix.lower() == ".py"
+        report = check_script(path, arguments.words) if is_script else check_config(path, arguments.words, dataclasses)
     if is_first_process():
         print(report.to_json() if arguments.json else str(report), flush=True)
     return report.exit_code(strict=arguments.strict)
@@ -105,19 +101,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _target(path: Path) -> bool:
-    """Whether the target is a configuration; raises ValueError if it is neither that nor a script."""
-    if path.suffix.lower() not in (".py", *_CONFIGURATIONS):
-        kinds = ", ".join((".py", *_CONFIGURATIONS))
-        raise ValueError(f"{str(path)!r} has the ending {path.suffix!r}; give a file that ends in one of {kinds}")
+def _check_usage(path: Path, words: Sequence[str]) -> None:
+    """Raise ValueError if the target is no file of a known kind, or an option of the command comes after it."""
+    kinds = (".py", *_CONFIGURATIONS)
+    if path.suffix.lower() not in kinds:
+        raise ValueError(
+            f"{str(path)!r} has the ending {path.suffix!r}; give a file that ends in one of {', '.join(kinds)}"
+        )
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
-    return path.suffix.lower() != ".py"
-
-
-def _refuse_late_options(path: Path, words: Sequence[str]) -> None:
-    """Raise if `--dataclass` comes after a configuration file: it would be read as an argument of the run."""
-    if any(word.partition("=")[0] == "--dataclass" for word in words):
+    if path.suffix.lower() != ".py" and any(word.partition("=")[0] == "--dataclass" for word in words):
         raise ValueError(f"--dataclass goes before {path}: what comes after the file are arguments like those in it")
 
 
@@ -135,74 +128,38 @@ def _dataclass(name: str) -> type:
 
 
 def check_config(path: Path, words: Sequence[str], dataclasses: Sequence[type] = ()) -> Report:
-    """Return the report on a YAML, TOML or JSON file of training arguments."""
+    """Return the report on a YAML, TOML or JSON file of training arguments.
+
+    Where options are wrong, the others are checked too, unless some come from the command line.
+    """
     from tr_core.preflight.checks import check_arguments  # late, so that help and a mistyped word come at once
 
-    classes = (_arguments_class(path), *dataclasses)
+    parser, given = ArgumentParser((Seq2SeqTrainingArguments, *dataclasses)), ["--config", str(path), *words]
     try:
-        parsed = ArgumentParser(classes).parse_args_into_dataclasses(
-            ["--config", str(path), *words], look_for_args_file=False
-        )
+        args = parser.parse_args_into_dataclasses(given, look_for_args_file=False)[0]
+        return check_arguments(args, Origins(args, path, words), str(path))
     except ArgumentsError as error:
-        problems = list(_with_hint(error, Origins(None, path, words), classes, bool(dataclasses)))
-        args = None if words else _without(path, error, classes)
-        if args is None:
-            return Report(str(path), problems)
-        return check_arguments(args, _InFile(args, path), str(path), problems)
-    return check_arguments(parsed[0], Origins(parsed[0], path, words), str(path))
-
-
-class _InFile(Origins):
-    """Returns the origins of arguments that were built from a file's values, not by reading the file."""
-
-    def __init__(self, args: TrainingArguments, file: Path) -> None:
-        super().__init__(args, file)
-        self._path = file
-
-    def __call__(self, name: str) -> str:
-        source = super().__call__(name)
-        return self.locate(name, f"file {self._path}") if source == "call" else source
-
-
-def _with_hint(error: ArgumentsError, origin: Origins, classes: Sequence[type], has_others: bool) -> Iterator[Problem]:
-    for problem in argument_problems(error, origin, *classes):
-        is_strange = problem.code == "T001" and "did you mean" not in problem.message
-        if not is_strange or has_others or "no longer" in problem.message:
-            yield problem
-            continue
+        problems = list(argument_problems(error, Origins(None, path, words)))
+        wrong = {name for problem in error.problems for name in (problem.field, *(o[0] for o in problem.others))}
+    if not dataclasses:
         hint = "; if it belongs to a dataclass of the script, name that with --dataclass MODULE:CLASS"
-        yield Problem(problem.code, problem.message + hint, problem.origin)
+        problems = [Problem(p.code, p.message + hint * _is_strange(p), p.origin) for p in problems]
+    with contextlib.suppress(ArgumentsError):
+        if not words:
+            args = parser.parse_dict(_without(read_mapping(path), wrong))[0]
+            return check_arguments(args, Origins(None, path), str(path), problems)
+    return Report(str(path), problems)
 
 
-def _arguments_class(path: Path) -> type:
-    """Return the class of training arguments that has the options of the file."""
-    try:
-        names = set(read_mapping(path))
-    except ArgumentsError:
-        return TrainingArguments
-    further = set(schema(Seq2SeqTrainingArguments)) - set(schema(TrainingArguments))
-    return Seq2SeqTrainingArguments if names & further else TrainingArguments
+def _is_strange(problem: Problem) -> bool:
+    return problem.code == "T001" and "did you mean" not in problem.message and "no longer" not in problem.message
 
 
-def _without(path: Path, error: ArgumentsError, classes: tuple[type, ...]) -> Any:
-    """Return the arguments without invalid ones, so that the others are checked too; None if they fail."""
-    wrong = {name for problem in error.problems for name in (problem.field, *(other[0] for other in problem.others))}
-    try:
-        values = read_mapping(path)
-        return ArgumentParser(classes).parse_dict(_left(values, wrong, classes))[0]
-    except ArgumentsError:
-        return None
-
-
-def _left(values: Mapping[str, Any], wrong: set[str], classes: tuple[type, ...]) -> dict[str, Any]:
-    table = FlagTable(classes)
-    left: dict[str, Any] = {}
-    for name, value in values.items():
-        option = table.named(name)
-        if name in wrong or (option is not None and option.spec.name in wrong):
-            continue
-        left[name] = _left(value, wrong, classes) if option is None and isinstance(value, Mapping) else value
-    return left
+def _without(values: Any, wrong: set[str]) -> Any:
+    """Return values without wrong ones, in sections too."""
+    if not isinstance(values, dict):
+        return values
+    return {name: _without(value, wrong) for name, value in values.items() if name not in wrong}
 
 
 class OwnLoopError(SystemExit):
@@ -214,122 +171,80 @@ def check_script(script: Path, words: Sequence[str]) -> Report:
 
     The script ends there. It also ends at an optimizer step without a Trainer, as in its own loop.
     """
+    error: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         answer = Path(folder) / "report.json"
-        error = _run(script, words, answer)
+        with _as_program(script, words, answer):
+            try:
+                runpy.run_path(str(script.absolute()), run_name="__main__")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as caught:  # report whatever a script raises, SystemExit included
+                error = caught
         report = read_report(answer)
     if report is not None:
         report.target = str(script)
         return report
     if isinstance(error, PreflightDone):  # another rank has the report
         return Report(str(script))
-    origin = Origins(None, script, words)
-    return Report(str(script), list(_instead(script, origin, error)))
-
-
-def _run(script: Path, words: Sequence[str], answer: Path) -> BaseException | None:
-    """Run the script; return the exception that ended it, None without one."""
-    with _as_program(script, words), _environment(answer), _no_step():
-        try:
-            runpy.run_path(str(script.absolute()), run_name="__main__")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # report whatever a script raises, SystemExit included
-            return error
-    return None
+    return Report(str(script), list(_instead(script, Origins(None, script, words), error)))
 
 
 @contextlib.contextmanager
-def _as_program(script: Path, words: Sequence[str]) -> Iterator[None]:
-    arguments, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *words]
-    sys.path.insert(0, str(script.absolute().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = arguments, path
+def _as_program(script: Path, words: Sequence[str], answer: Path) -> Iterator[None]:
+    """Make the process one of the script's own inside the block: it is to be checked, and no optimizer makes a step."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-
-@contextlib.contextmanager
-def _environment(answer: Path) -> Iterator[None]:
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(answer)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
-
-
-@contextlib.contextmanager
-def _no_step() -> Iterator[None]:
     def refuse(optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if all(parameter.device.type == "meta" for group in optimizer.param_groups for parameter in group["params"]):
             return  # the preflight's own step, which measures the size of an optimizer's state
         raise OwnLoopError(1)
 
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
+    arguments, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.absolute().parent))
+    os.environ[VARIABLE] = str(answer)
     handle = register_optimizer_step_pre_hook(refuse)
     try:
         yield
     finally:
+        sys.argv, sys.path[:] = arguments, path
+        del os.environ[VARIABLE]
         handle.remove()
 
 
 def _instead(script: Path, origin: Origins, error: BaseException | None) -> Iterator[Problem]:
     """Yield the reason for a missing report of a Trainer."""
     needed = "needed is a script that calls train, evaluate or predict of a tr_core Trainer"
-    if isinstance(error, OwnLoopError):
-        yield Problem("T011", f"an optimizer made a step without a Trainer; {needed}", _place_in(script, error))
-        return
     if error is None or (isinstance(error, SystemExit) and not error.code):
         yield Problem("T006", f"{script.name} ended, and no Trainer began to train, evaluate or predict; {needed}")
         return
-    for cause in chain(error):
-        if isinstance(cause, ArgumentsError):
-            yield from _of_arguments(cause, origin, error, script)
-            return
-    yield _of_error(error, origin, script)
+    where = raised_at(error) or shown(script)
+    refused = next((cause for cause in chain(error) if isinstance(cause, ArgumentsError)), None)
+    if isinstance(error, OwnLoopError):
+        yield Problem("T011", f"an optimizer made a step without a Trainer; {needed}", where)
+    elif refused is not None:
+        for problem in argument_problems(refused, origin):
+            yield Problem(problem.code, problem.message, problem.origin or where)
+    else:
+        yield Problem(*_refused(script, error), where)
 
 
-def _of_arguments(cause: ArgumentsError, origin: Origins, error: BaseException, script: Path) -> Iterator[Problem]:
-    classes = _dataclasses_of(error) or (Seq2SeqTrainingArguments,)
-    for problem in argument_problems(cause, origin, *classes):
-        yield problem if problem.origin else Problem(problem.code, problem.message, _place_in(script, cause))
+def _refused(script: Path, error: BaseException) -> tuple[str, str]:
+    """Return the code and the words for an exception that ended a script before it began to train."""
+    refuses = isinstance(error, ValueError | TypeError) and "tr_core" in Path(_file_of(error)).parts
+    for code, fits in (
+        ("T301", any(isinstance(cause, PluginError) for cause in chain(error))),
+        ("T007", isinstance(error, Exception) and passed_through(error, "refuse_unsupported")),
+        ("T302", isinstance(error, ImportError) and passed_through(error, "default_callbacks")),
+        ("T303", passed_through(error, "choose_strategy")),
+        ("T009", refuses),
+    ):
+        if fits:
+            return code, str(error)
+    ended = f"it ended itself with the exit code {error.code!r}" if isinstance(error, SystemExit) else last_line(error)
+    return "T005", f"{script.name} failed before it began to train: {ended}"
 
 
-def _dataclasses_of(error: BaseException) -> tuple[type, ...]:
-    """Return the dataclasses of the parser that the exception went through."""
-    for cause in chain(error):
-        traceback = cause.__traceback__
-        while traceback is not None:
-            table = getattr(traceback.tb_frame.f_locals.get("self"), "_table", None)
-            if table is not None and hasattr(table, "classes"):
-                return table.classes
-            traceback = traceback.tb_next
-    return ()
-
-
-def _of_error(error: BaseException, origin: Origins, script: Path) -> Problem:
-    text, where = last_line(error), _place_in(script, error)
-    plugin = next((cause for cause in chain(error) if isinstance(cause, PluginError)), None)
-    if plugin is not None:
-        return Problem("T301", str(error), where)
-    if isinstance(error, Exception) and passed_through(error, "refuse_unsupported"):
-        return next(unsupported_problems(error, origin))
-    if isinstance(error, ImportError) and passed_through(error, "default_callbacks"):
-        return Problem("T302", str(error), where)
-    if passed_through(error, "choose_strategy"):
-        return Problem("T303", str(error), where)
-    if isinstance(error, ValueError | TypeError) and comes_from(error, "tr_core"):
-        return Problem("T009", str(error), where)
-    if isinstance(error, SystemExit):
-        text = f"it ended itself with the exit code {error.code!r}"
-    return Problem("T005", f"{script.name} failed before it began to train: {text}", where)
-
-
-def _place_in(script: Path, error: BaseException) -> str:
-    return raised_at(error) or shown(script)
+def _file_of(error: BaseException) -> str:
+    return frames_of(error)[-1].f_code.co_filename

@@ -1,15 +1,15 @@
-"""Store the target of a preflight, and the results of checks that later checks need."""
+"""Store the target of a preflight, what is found, and the results of checks that later checks need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from tr_core.metric_means import MetricWindow
-from tr_core.preflight.origins import Origins
-from tr_core.runtime.run_context import align_special_tokens
+from tr_core.plugins import PluginError
+from tr_core.preflight.origins import Origins, last_line, raised_at
+from tr_core.preflight.report import Problem
 from tr_core.trainer_methods import TrainerMethods
 
 SAMPLES = 2
@@ -40,6 +40,7 @@ class CheckContext:
     trains: bool = True
     ends_here: bool = False
     progress: Callable[[str], None] = lambda text: None
+    problems: list[Problem] = field(default_factory=list)
     callbacks: list[Any] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
@@ -54,31 +55,34 @@ class CheckContext:
         """The Trainer, for checks that run only with one."""
         return cast("TrainerMethods", self.given_trainer)
 
+    def say(self, code: str, message: str, *options: str, at: str = "") -> None:
+        """Add a problem, with the place where it was raised, or where these options were written."""
+        places = dict.fromkeys(self.origin(name) for name in options)
+        self.problems.append(Problem(code, message, at or ", ".join(p for p in places if p not in ("", "default"))))
+
+    def say_error(self, code: str, what: str, error: BaseException) -> None:
+        """Add a problem that is an exception."""
+        self.say(code, f"{what}: {last_line(error)}", at=raised_at(error))
+
+    @contextmanager
+    def saying(self, code: str, *options: str, what: str = "") -> Iterator[None]:
+        """Add a problem if the block refuses what the options ask for, or a package or library for it is missing."""
+        try:
+            yield
+        except PluginError as error:
+            self.say("T301", f"{what}{error}", *options)
+        except ImportError as error:
+            self.say("T302", f"{what}{error}", *options)
+        except Exception as error:  # whatever a user's object raises
+            text = str(error) if isinstance(error, ValueError | TypeError) else last_line(error)
+            self.say(code, f"{what}{text}", *options, at=raised_at(error))
+
     def evaluation_sets(self) -> dict[str, Any]:
         """Return the evaluation data by the prefix of its metrics."""
-        data = self.evaluation_data
-        if data is None and self.given_trainer is not None:
-            data = self.given_trainer.eval_dataset
+        own = None if self.given_trainer is None else self.given_trainer.eval_dataset
+        data = own if self.evaluation_data is None else self.evaluation_data
         if isinstance(data, str):
-            return {f"eval_{data}": self.trainer.eval_dataset[data]}
-        if data is None:
-            return {}
+            data = {data: own[data]}
         if isinstance(data, dict):
             return {f"eval_{name}": dataset for name, dataset in data.items()}
-        return {"eval": data}
-
-
-@contextmanager
-def training_mode(subject: CheckContext, *, with_conditions: bool = True) -> Iterator[None]:
-    """Put the Trainer into its mid-training state inside the block: step number, metric window, run-wide settings."""
-    trainer = subject.trainer
-    trainer.is_in_train, trainer.scope.metrics = True, MetricWindow(trainer.strategy)
-    trainer.state.max_steps = subject.steps or 0
-    aligned = align_special_tokens(trainer.model, trainer.processing_class) if with_conditions else []
-    try:
-        with trainer.training_context() if with_conditions else nullcontext():
-            yield
-    finally:
-        for config, name, value in aligned:
-            setattr(config, name, value)
-        trainer.is_in_train, trainer.scope.metrics = False, None
+        return {} if data is None else {"eval": data}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -96,6 +97,28 @@ CODES: dict[str, Code] = {
 
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
+WIDTH = 100
+# A title, and what is shown beside it: of each part the figures that it names must be known.
+_FIGURES = (
+    ("model", "{model}: {parameters:,} parameters, {trainable_parameters:,} trainable, on {device} x {world_size}"),
+    ("steps", "{steps:,}"),
+    ("steps", "{samples_per_step:,} samples a step"),
+    ("steps", "{samples:,} samples an epoch"),
+    ("steps", "{epochs:,} epochs"),
+    ("loss", "{loss:.6g} at the first samples"),
+    ("time", "{forward_backward_s:.3g} s for forward and backward of {trial_samples} samples"),
+    ("time", "at most {estimated_s:duration} for those of the run"),
+    ("memory", "estimate: {parameter_bytes:size} of parameters + {gradient_bytes:size} of gradients"),
+    ("memory", "{optimizer_bytes:size} of the optimizer's state, activations not included"),
+    ("memory", "{optimizer_is_assumed:assumed: two float32 numbers a trainable parameter}"),
+    ("memory", "measured peak of the trial {peak_bytes:size}"),
+    ("disk", "{checkpoints_at_once} checkpoints at once"),
+    ("disk", "{checkpoint_bytes:size} each"),
+    ("disk", "{disk_bytes:size} needed"),
+    ("disk", "{disk_free_bytes:size} free"),
+    ("metrics", "{metrics:list}"),
+)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -141,9 +164,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-compatible values."""
-        problems = [
-            {"code": p.code, "severity": p.severity, "message": p.message, "origin": p.origin} for p in self.problems
-        ]
+        problems = [{**asdict(problem), "severity": problem.severity} for problem in self.problems]
         return {"target": self.target, "problems": problems, "figures": self.figures}
 
     def to_json(self) -> str:
@@ -157,145 +178,52 @@ class Report:
         return cls(content["target"], problems, dict(content["figures"]))
 
     def __str__(self) -> str:
-        # imported here: many reports are passed on without being shown
-
-        return report_text(self)
-
-
-WIDTH = 100
-
-
-def report_text(report: Report) -> str:
-    """Return the report as lines of at most about 100 characters."""
-    lines = [f"preflight of {report.target}", ""]
-    if report.problems:
-        lines += ["problems", *(line for problem in report.problems for line in _problem_lines(problem)), ""]
-    rows = [(title, show(report.figures)) for title, show in _FIGURES]
-    shown = [(title, text) for title, text in rows if text]
-    if shown:
-        width = max(len(title) for title, _ in shown)
-        lines += ["figures", *(line for title, text in shown for line in _figure_lines(title, text, width)), ""]
-    return "\n".join([*lines, summary(report)])
+        lines = [f"preflight of {self.target}", ""]
+        if self.problems:
+            lines += ["problems", *(line for problem in self.problems for line in _problem_lines(problem)), ""]
+        if figures := _figure_lines(self.figures):
+            lines += ["figures", *figures, ""]
+        errors, warnings = self.count("error"), self.count("warning")
+        found = f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
+        return "\n".join([*lines, found if errors or warnings else "no problems found"])
 
 
-def summary(report: Report) -> str:
-    """Return one line with the number of problems."""
-    errors, warnings = report.count("error"), report.count("warning")
-    if not errors and not warnings:
-        return "no problems found"
-    return f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
-
-
-def _problem_lines(problem: Any) -> list[str]:
+def _problem_lines(problem: Problem) -> list[str]:
     lead = f"  {problem.code} {problem.severity:<7}  "
-    paragraphs = problem.message.splitlines() or [""]
     lines = []
-    for number, paragraph in enumerate(paragraphs):
-        start = lead if number == 0 else " " * len(lead)
+    for number, paragraph in enumerate(problem.message.splitlines() or [""]):
+        start = " " * len(lead) if number else lead
         indent = " " * (len(lead) + len(paragraph) - len(paragraph.lstrip()))
         lines += textwrap.wrap(paragraph.strip(), WIDTH, initial_indent=start, subsequent_indent=indent) or [""]
-    known = problem.origin not in ("", "default")
-    return [*lines, f"{' ' * len(lead)}at {problem.origin}"] if known else lines
+    return [*lines, f"{' ' * len(lead)}at {problem.origin}"] if problem.origin else lines
 
 
-def _figure_lines(title: str, text: str, width: int) -> list[str]:
-    lead = f"  {title:<{width}}  "
-    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead))
+def _figure_lines(figures: Mapping[str, Any]) -> list[str]:
+    shown: dict[str, list[str]] = {}
+    known = {name: _Figure(value) for name, value in figures.items() if value is not None and value is not False}
+    for title, text in _FIGURES:
+        with contextlib.suppress(KeyError):  # not every figure is known
+            part = text.format_map(known)
+            shown.setdefault(title, []).append(part)
+    lines = []
+    for title, parts in shown.items():
+        lead = f"  {title:<{max(map(len, shown))}}  "
+        lines += textwrap.wrap(", ".join(parts), WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead))
+    return lines
 
 
-def _plural(number: int, noun: str, several: str = "") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {several or noun + 's'}"
+class _Figure(NamedTuple):
+    value: Any
+
+    def __format__(self, form: str) -> str:
+        ways = {"size": size, "duration": lambda s: duration(max(s, 1)), "list": ", ".join}
+        return ways[form](self.value) if form in ways else form if self.value is True else format(self.value, form)
 
 
-def _model(figures: dict[str, Any]) -> str:
-    if "parameters" not in figures:
-        return ""
-    counts = f"{figures['parameters']:,} parameters, {figures['trainable_parameters']:,} trainable"
-    return f"{figures['model']}: {counts}, on {figures['device']} x {figures['world_size']}"
-
-
-def _steps(figures: dict[str, Any]) -> str:
-    if "steps" not in figures:
-        return ""
-    text = f"{figures['steps']:,}"
-    if "samples_per_step" in figures:
-        text += f" of {figures['samples_per_step']:,} samples"
-    if figures.get("samples") is not None:
-        text += f", {figures['samples']:,} samples an epoch"
-    if figures.get("epochs") is not None:
-        text += f", {_plural(figures['epochs'], 'epoch')}"
-    return text
-
-
-def _time(figures: dict[str, Any]) -> str:
-    if "forward_backward_s" not in figures:
-        return ""
-    measured = f"{figures['forward_backward_s']:.3g} s for forward and backward of {figures['trial_samples']} samples"
-    if "estimated_s" not in figures:
-        return measured
-    whole_s = figures["estimated_s"]
-    whole = f"at most {duration(whole_s)}" if whole_s >= 1 else "less than a second"
-    return f"estimate: {whole} of forward and backward, from {measured}"
-
-
-def _memory(figures: dict[str, Any]) -> str:
-    if "optimizer_bytes" not in figures:
-        return ""
-    parts = [("parameters", "parameter_bytes"), ("gradients", "gradient_bytes"), ("optimizer", "optimizer_bytes")]
-    total = sum(figures[name] for _, name in parts)
-    text = f"{size(total)} = " + " + ".join(f"{title} {size(figures[name])}" for title, name in parts)
-    if figures.get("optimizer_is_assumed"):
-        text += " (assumed: two float32 numbers a trainable parameter)"
-    text = f"estimate: {text}; activations not included"
-    if "peak_bytes" in figures:
-        text += f"; measured peak of the trial {size(figures['peak_bytes'])}"
-    return text
-
-
-def _disk(figures: dict[str, Any]) -> str:
-    if "checkpoints_at_once" not in figures:
-        return ""
-    number = figures["checkpoints_at_once"]
-    count = "an unknown number of checkpoints" if number is None else f"{_plural(number, 'checkpoint')} at once"
-    if "checkpoint_bytes" not in figures:
-        return f"{count}, of a size that only the model tells"
-    text = f"{count}, {size(figures['checkpoint_bytes'])} each"
-    if figures.get("disk_bytes") is not None:
-        text += f": {size(figures['disk_bytes'])} needed"
-    if figures.get("disk_free_bytes") is not None:
-        text += f", {size(figures['disk_free_bytes'])} free"
-    return text
-
-
-def _loss(figures: dict[str, Any]) -> str:
-    return f"{figures['loss']:.6g} at the first two samples" if "loss" in figures else ""
-
-
-def _metrics(figures: dict[str, Any]) -> str:
-    return ", ".join(figures.get("metrics") or ())
-
-
-def _workers(figures: dict[str, Any]) -> str:
-    if "worker_bytes" not in figures:
-        return ""
-    processes = _plural(figures["workers"], "loading process", "loading processes")
-    return f"{size(figures['worker_bytes'])} sent to each of {processes}"
-
-
-_FIGURES: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-    ("model", _model),
-    ("steps", _steps),
-    ("loss", _loss),
-    ("time", _time),
-    ("memory", _memory),
-    ("disk", _disk),
-    ("workers", _workers),
-    ("metrics", _metrics),
-]
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def read_report(path: Path) -> Report | None:
     """Return the report in a file; None if there is none."""
-    if not path.exists():
-        return None
-    return Report.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    return Report.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
