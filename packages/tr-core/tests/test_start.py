@@ -15,10 +15,10 @@ from tr_core import Trainer, TrainingArguments, start
 from tr_core.start import FIRST_BATCH, STAGES, begin_run, log_at_first, on_first_use, stage, without_collection
 
 HEAVY = """
-accelerate asyncio html http multiprocessing.managers rich sympy tensorboard tr_core.preflight.checks tr_log.notebook
-tr_log.report.page tr_log.screen torch._dynamo torch._inductor torch.distributed.checkpoint torch.distributed.elastic
-torch.distributed.fsdp torch.distributed.tensor torch.nn.parallel.distributed torch.onnx torch.testing transformers
-unittest wandb yaml
+accelerate asyncio html http multiprocessing.managers rich sympy tensorboard tr_core.preflight.checks
+tr_core.preflight.diagnosis tr_log.notebook tr_log.report.page tr_log.screen torch._dynamo torch._inductor
+torch.distributed.checkpoint torch.distributed.elastic torch.distributed.fsdp torch.distributed.tensor
+torch.nn.parallel.distributed torch.onnx torch.testing transformers unittest wandb yaml
 """
 STARTED = """
 import sys, torch

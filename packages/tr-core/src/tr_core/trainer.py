@@ -580,7 +580,7 @@ class Trainer(TransformersAttributes):
             check_best_metric(self.args, self.eval_dataset)
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         resume = None if self.args.fast_dev_run else resume
-        with assigned(self, trial=trial):
+        with assigned(self, trial=trial), self._explained():
             return self._run(resume, ignore_keys_for_eval)
 
     def evaluate(
@@ -829,7 +829,7 @@ class Trainer(TransformersAttributes):
         options: dict[str, Any] = {"ignore_keys": ignore_keys, "metric_key_prefix": prefix}
         if description == "Evaluation":
             options["prediction_loss_only"] = True if unseen else None
-        with phase(EVALUATION), self.memory.stage(prefix) as read_memory:
+        with self._explained(), phase(EVALUATION), self.memory.stage(prefix) as read_memory:
             # By name: an override may have its parameters in another order, or only keyword parameters.
             output = self.evaluation_loop(loader, description=description, **options)
             output.metrics.update(read_memory())
@@ -887,6 +887,18 @@ class Trainer(TransformersAttributes):
                 run_pending(run)
                 (run_epochs_within_memory if self.args.auto_find_batch_size else run_epochs)(run)
                 return self._finish_run(summarize(run) | read_memory())
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add to an exception of the block what is wrong with the micro-batch that it stopped, and what to do."""
+        try:
+            yield
+        except Exception as error:
+            # Imported here: a run that does not fail needs none of it.
+            from tr_core.preflight.diagnosis import explain
+
+            explain(error, cast("TrainerMethods", self))
+            raise
 
     def _showing(self, work: str) -> AbstractContextManager[Any]:
         """Return a block during which the main process shows what it does, where that can be drawn."""

@@ -47,7 +47,7 @@ def check_plugins(subject: CheckContext) -> None:
                 tracker_factory(name)(args)
     strategy = str(args.strategy)
     automatic = "ddp" if args.world_size > 1 else "single"
-    needed = [
+    needed: list[tuple[str, str, tuple[str, ...]]] = [
         ("tr.callbacks", name, (option,)) for name, option in CALLBACKS_BY_ARGUMENT.items() if getattr(args, option)
     ]
     needed.append(("tr.strategies", automatic if strategy == "auto" else strategy, ("strategy",)))

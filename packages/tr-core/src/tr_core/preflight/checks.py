@@ -9,60 +9,44 @@ from typing import Any
 
 from tr_args import ArgumentsError, TrainingArguments
 from tr_core.callback import CallbackList
-from tr_core.preflight.argument_checks import (
-    check_device,
-    check_events,
-    check_optimizer_name,
-    check_options,
-    check_output_folder,
-    check_plugins,
-    check_resume,
-    check_schedule,
-)
+from tr_core.preflight import argument_checks, data_checks, model_checks, resource_checks
 from tr_core.preflight.context import CheckContext
-from tr_core.preflight.data_checks import check_first_batch, check_labels, check_length, check_pickling
-from tr_core.preflight.model_checks import (
-    check_evaluation,
-    check_forward_backward,
-    check_loss_division,
-    check_trainable,
-)
 from tr_core.preflight.origins import Origins
 from tr_core.preflight.report import Problem, Report
-from tr_core.preflight.resource_checks import check_disk_space, check_memory, check_optimizer, estimate_time
 from tr_core.trainer_methods import TrainerMethods
 
 # Checks of arguments alone.
 _ARGUMENT_CHECKS = (
-    check_options,
-    check_plugins,
-    check_optimizer_name,
-    check_device,
-    check_events,
-    check_schedule,
-    check_output_folder,
-    check_resume,
-    check_disk_space,
+    argument_checks.check_options,
+    argument_checks.check_plugins,
+    argument_checks.check_optimizer_name,
+    argument_checks.check_device,
+    argument_checks.check_events,
+    argument_checks.check_schedule,
+    argument_checks.check_output_folder,
+    argument_checks.check_resume,
+    resource_checks.check_disk_space,
 )
 # Checks of a Trainer: later ones use results of earlier ones.
 _TRAINER_CHECKS = (
-    check_options,
-    check_length,
-    check_events,
-    check_output_folder,
-    check_resume,
-    check_trainable,
-    check_pickling,
-    check_first_batch,
-    check_labels,
-    check_forward_backward,
-    check_loss_division,
-    check_evaluation,
-    check_optimizer,
-    check_schedule,
-    check_memory,
-    check_disk_space,
-    estimate_time,
+    argument_checks.check_options,
+    data_checks.check_length,
+    argument_checks.check_events,
+    argument_checks.check_output_folder,
+    argument_checks.check_resume,
+    model_checks.check_trainable,
+    data_checks.check_pickling,
+    data_checks.check_first_batch,
+    data_checks.check_labels,
+    data_checks.check_values,
+    model_checks.check_forward_backward,
+    model_checks.check_loss_division,
+    model_checks.check_evaluation,
+    resource_checks.check_optimizer,
+    argument_checks.check_schedule,
+    resource_checks.check_memory,
+    resource_checks.check_disk_space,
+    resource_checks.estimate_time,
 )
 
 
@@ -137,7 +121,7 @@ def _examine(subject: CheckContext) -> None:
     try:
         trainer.prepare()
     except ArgumentsError:
-        return check_options(subject)
+        return argument_checks.check_options(subject)
     except Exception as error:
         return subject.say_error("T303", "the strategy cannot prepare the model", error)
     subject.figures |= {

@@ -34,24 +34,18 @@ _CONFIGURATIONS = (".yaml", ".yml", ".toml", ".json")
 _DESCRIPTION = """\
 Find out before a run what would stop or spoil it, without training a step.
 
-A configuration file (YAML, TOML, JSON) is checked as far as that is possible without the model:
-options, their values and how they go together, installed packages, output folder, resuming, disk.
-
+A configuration file (YAML, TOML, JSON) is checked as far as that is possible without the model.
 A script runs, with its arguments, up to the point where a Trainer would train, evaluate or predict.
-There two samples go forward and backward, and the script ends. Checked are also data, labels, loading
-processes, what the loss is divided by, the names of the metrics, disk and memory for the whole run.
-Nothing is written to output_dir, no tracker is opened and no Hub is contacted by the Trainer. What the
-script itself does before that point is done. A loop of its own ends at the optimizer's first step.
+There two samples go forward and backward, and the script ends; the Trainer writes and sends nothing.
+What the script itself does before is done. A loop of its own ends at the optimizer's first step.
 """
 _EPILOG = """\
 examples:
-  trainer check run.yaml
   trainer check run.yaml --learning_rate 1e-4
-  trainer check train.py --config run.yaml --output_dir out
-  trainer check --json train.py > report.json
+  trainer check --json train.py --config run.yaml > report.json
 
 exit codes: 0 no errors; 1 errors, with --strict also warnings; 2 this command line is wrong.
-Codes such as T105 are listed in docs/check-codes.md of tr-core.
+What is checked, and codes such as T105, are listed in docs/check-codes.md of tr-core.
 """
 
 

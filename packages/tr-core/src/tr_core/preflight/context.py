@@ -79,7 +79,7 @@ class CheckContext:
 
     def evaluation_sets(self) -> dict[str, Any]:
         """Return the evaluation data by the prefix of its metrics."""
-        own = None if self.given_trainer is None else self.given_trainer.eval_dataset
+        own: Any = None if self.given_trainer is None else self.given_trainer.eval_dataset
         data = own if self.evaluation_data is None else self.evaluation_data
         if isinstance(data, str):
             data = {data: own[data]}

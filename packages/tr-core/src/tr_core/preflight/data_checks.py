@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -16,9 +16,20 @@ import torch
 from tr_core.data.loaders import is_map_style
 from tr_core.data.sampler import has_length
 from tr_core.data.short_runs import training_batches
-from tr_core.model_io import IGNORED_TARGET, base_model, batch_size_of
+from tr_core.model_io import IGNORED_TARGET, batch_size_of, main_input_name
 from tr_core.plan import make_plan
 from tr_core.preflight.context import SAMPLES, CheckContext
+from tr_core.preflight.diagnosis import (
+    Failure,
+    classes_of,
+    diagnose,
+    id_outside,
+    label_outside,
+    labels_of,
+    not_finite,
+    rows_of_embedding,
+    scan,
+)
 from tr_core.random_state import separate_randomness
 
 _MOST_LEFT_OUT = 0.1
@@ -29,12 +40,13 @@ def check_length(subject: CheckContext) -> None:
     """Find data that is missing, empty, or too short for a batch; record the run's steps and epochs."""
     if not subject.trains:
         return
-    trainer, args, figures, dataset = subject.trainer, subject.args, subject.figures, subject.trainer.train_dataset
+    trainer, args, figures = subject.trainer, subject.args, subject.figures
+    dataset: Any = trainer.train_dataset
     if dataset is None and not trainer.overrides("get_train_dataloader"):
         subject.say("T401", "train_dataset is None; pass the Trainer data to train on, or do not call train")
         return
     batches = training_batches(trainer.get_train_dataloader(), args, trainer.strategy)
-    whole = len(dataset) if has_length(dataset) else None
+    whole = len(dataset) if dataset is not None and has_length(dataset) else None
     try:
         plan = make_plan(args, batches)
     except ValueError as error:
@@ -88,7 +100,7 @@ def collate(subject: CheckContext, dataset: Any, what: str, number: int = SAMPLE
             else:
                 samples = read_first(dataset, number, may_use_up=subject.ends_here)
         except Exception as error:
-            return subject.say_error("T402", f"a sample of the {what} data cannot be loaded", error)
+            return _say_why(subject, error, "T402", f"a sample of the {what} data cannot be loaded")
         if samples is None:
             subject.say("T406", f"the {what} data can be read only once: it was left alone, and the model untried")
         if not samples:
@@ -99,7 +111,12 @@ def collate(subject: CheckContext, dataset: Any, what: str, number: int = SAMPLE
             return collator(copy.deepcopy(samples))  # a collator may change them
         except Exception as error:
             failed = f"{len(samples)} samples of the {what} data cannot be made a batch by {name}"
-            return subject.say_error("T403", f"{failed}; the first one is {describe(samples[0])}", error)
+            return _say_why(subject, error, "T403", f"{failed}; the first one is {describe(samples[0])}")
+
+
+def _say_why(subject: CheckContext, error: Exception, code: str, failed: str) -> None:
+    code, why = diagnose(Failure(error, subject.trainer)) or (code, "")
+    subject.say_error(code, f"{failed}; {why}" if why else failed, error)
 
 
 def read_samples(dataset: Any, indices: list[int]) -> list[Any]:
@@ -138,19 +155,14 @@ def describe(value: Any) -> str:
 
 
 _IN_MEMORY, _ELSEWHERE = 10_000, 256
-"""Samples whose labels are read: many from a list, some hundred if each sample may need decoding."""
+"""Samples whose values are read: many from a list, some hundred if each sample may need decoding."""
 
 
 def check_labels(subject: CheckContext) -> None:
     """Compare labels with the number of classes in the model's configuration, before a forward."""
-    model = base_model(subject.trainer.model)
-    config, labels = getattr(model, "config", None), _label_tensor(subject)
-    if config is None or labels is None or getattr(config, "problem_type", None) == "regression":
-        return
-    per_sample = labels.dim() == 1 or "TokenClassification" in type(model).__name__
-    number = getattr(config, "num_labels" if per_sample else "vocab_size", None)
-    if isinstance(number, int) and number > 1:  # one class is a regression
-        subject.classes = number
+    labels = _label_tensor(subject)
+    subject.classes = None if labels is None else classes_of(subject.trainer.model, labels)
+    if subject.classes is not None:
         labels_outside(subject)
 
 
@@ -158,22 +170,14 @@ def labels_outside(subject: CheckContext) -> None:
     """Find a label in the batch or in the data set that is none of the classes."""
     classes, labels = subject.classes or 0, _label_tensor(subject)
     batch = [] if labels is None else labels.flatten().tolist()  # sync: the batch is on the host
-    for index, label in [*((None, label) for label in batch), *_labels_of_data(subject)]:
+    data, names = subject.trainer.train_dataset, subject.trainer.label_names
+    for index, label in [*((None, label) for label in batch), *labels_of(data, names, _most(data))]:
         if 0 <= label < classes or label == IGNORED_TARGET:
             continue
         where = "the first samples have" if index is None else f"sample {index} of the training data has"
         subject.inputs = None if index is None else subject.inputs
         subject.say("T405", label_outside(where, label, classes))
         return
-
-
-def label_outside(where: str, label: Any, classes: int) -> str:
-    """Return what is wrong with a label, and what to do."""
-    return (
-        f"{where} the label {label}, but the model has {classes} classes: labels are whole numbers from 0 to "
-        f"{classes - 1}, or {IGNORED_TARGET} for none; give the model more classes (num_labels), or number the labels "
-        "from 0"
-    )
 
 
 def _label_tensor(subject: CheckContext) -> torch.Tensor | None:
@@ -183,19 +187,22 @@ def _label_tensor(subject: CheckContext) -> torch.Tensor | None:
     return found if is_whole else None
 
 
-def _labels_of_data(subject: CheckContext) -> Iterator[tuple[int, int]]:
-    dataset = subject.trainer.train_dataset
-    if dataset is None or isinstance(dataset, dict) or not is_map_style(dataset):
-        return
-    limit = _IN_MEMORY if isinstance(dataset, list | tuple) else _ELSEWHERE
-    names = ("labels", "label", "label_ids", *subject.trainer.label_names)
-    for index in range(0, len(dataset), max(len(dataset) // limit, 1)):
-        sample = dataset[index]
-        value = next((sample[n] for n in names if n in sample), None) if isinstance(sample, Mapping) else None
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.dtype.is_floating_point:
-            value = int(value)  # sync: a sample is on the host
-        if isinstance(value, int) and not isinstance(value, bool):
-            yield index, value
+def _most(data: Any) -> int:
+    return _IN_MEMORY if isinstance(data, list | tuple) else _ELSEWHERE
+
+
+def check_values(subject: CheckContext) -> None:
+    """Find a sample with a number that is not finite, or with an id that the model lacks, before a forward."""
+    model, data = subject.trainer.model, subject.trainer.train_dataset
+    rows, name = rows_of_embedding(model), main_input_name(model)
+    for index, sample in scan(data, _most(data)) if subject.inputs is not None else ():
+        if text := not_finite(index, sample):
+            return subject.say("T409", text)
+        ids = sample.get(name) if isinstance(sample, Mapping) else None
+        if rows is not None and ids is not None and len(ids) and not 0 <= (most := int(max(ids))) < rows:
+            subject.inputs = None  # a GPU would be lost for the other checks
+            return subject.say("T514", id_outside(f"sample {index} of the training data", name, most, rows))
+    return None
 
 
 def check_pickling(subject: CheckContext) -> None:

@@ -94,7 +94,10 @@ def check_forward_backward(subject: CheckContext) -> None:
         with training_mode(subject):
             loss = micro_batches(subject, [inputs])
     except Exception as error:
-        subject.say_error(*diagnose(Failure(error, trainer, inputs)), error)
+        failure = Failure(error, trainer)
+        part = "backward" if passed_through(error, "backward") else "forward"
+        fails = "T502", f"the {part} pass of a batch with {failure.columns} fails"
+        subject.say_error(*(diagnose(failure) or fails), error)
         return
     if loss - loss != 0:
         subject.say("T506", f"the loss of the first {SAMPLES} samples is {loss}; {_culprit(subject)}")
@@ -235,7 +238,7 @@ def check_evaluation(subject: CheckContext) -> None:
 def _evaluate(subject: CheckContext, prefix: str, dataset: Any) -> dict[str, Any]:
     trainer, compute = subject.trainer, subject.trainer.compute_metrics
     loss_only = True if compute is None or is_streaming(compute) else None
-    failed: tuple[Exception, Any] | None = None
+    error: Exception | None = None
     for number in (SAMPLES, _MORE_SAMPLES):
         if (batch := collate(subject, dataset, "evaluation", number)) is None:
             return {}
@@ -243,16 +246,15 @@ def _evaluate(subject: CheckContext, prefix: str, dataset: Any) -> dict[str, Any
         options = {"prediction_loss_only": loss_only, "ignore_keys": None, "metric_key_prefix": prefix}
         try:
             return trainer.evaluation_loop(loader, description="Preflight", **options).metrics
-        except Exception as error:
-            failed = error, batch
-    if failed is not None:
-        error = failed[0]
-        name = getattr(compute, "__name__", type(compute).__name__)
+        except Exception as caught:
+            error = caught
+    if error is not None:
         inside = ("update", "compute") if is_streaming(compute) else (_function_name(compute),)
-        if passed_through(error, *inside):
-            subject.say_error("T602", f"{name} fails on {_MORE_SAMPLES} evaluation samples", error)
-        else:
-            subject.say_error("T604", f"evaluating ({prefix}) fails", error)
+        name = getattr(compute, "__name__", type(compute).__name__)
+        found = "T602", f"{name} fails on {_MORE_SAMPLES} evaluation samples"
+        if not passed_through(error, *inside):
+            found = diagnose(Failure(error, trainer)) or ("T604", f"evaluating ({prefix}) fails")
+        subject.say_error(*found, error)
     return {}
 
 
@@ -270,7 +272,7 @@ def _check_watched(subject: CheckContext, results: dict[str, Any]) -> None:
         if not isinstance(results[key], int | float):
             subject.say("T603", f"{option}={watched!r} is {results[key]!r}; it must be a number", option)
     # What adds metrics of its own shows them only in a full evaluation.
-    elif key not in measured and not adds_to_results(trainer.overrides, trainer.callback_handler.callbacks):
+    elif key not in measured and not adds_to_results(trainer.overrides, subject.callbacks):
         subject.say(
             "T601",
             f"{option}={watched!r} needs {key!r}, which is not among the results of an evaluation: "

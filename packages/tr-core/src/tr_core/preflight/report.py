@@ -73,6 +73,10 @@ CODES: dict[str, Code] = {
     "T405": Code("error", "a label is outside the model's classes"),
     "T406": Code("info", "data that can be read only once was not read"),
     "T407": Code("error", "the evaluation data is empty"),
+    "T408": Code("error", "labels are no whole numbers"),
+    "T409": Code("warning", "the data holds a number that is not finite"),
+    "T410": Code("error", "the data set does not hold samples"),
+    "T411": Code("error", "a column of text was not tokenized"),
     # Model, loss and gradients
     "T501": Code("error", "no parameter is trainable"),
     "T502": Code("error", "forward or backward fails"),
@@ -87,6 +91,7 @@ CODES: dict[str, Code] = {
     "T511": Code("info", "the loss would depend on the division into micro-batches, if there were several"),
     "T512": Code("info", "the self-test of the loss could not be made"),
     "T513": Code("error", "the model is quantized and has nothing that can be trained as it is"),
+    "T514": Code("error", "an id is outside the model's embedding"),
     # Metrics
     "T601": Code("error", "metric_for_best_model is not among the results"),
     "T602": Code("error", "compute_metrics fails"),
