@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tr_ckpt import files, folder_lock, names, testing
+from tr_ckpt import files, folder_lock, processes, testing
 
 
 def forget_temporaries() -> None:
     """Forget which temporary folders are in use, as a process does that ends."""
-    names._IN_USE.clear()
+    processes._IN_USE.clear()
 
 
 class Killed(BaseException):

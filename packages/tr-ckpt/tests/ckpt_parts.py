@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tr_ckpt import Checkpointer, RNGState
-from tr_ckpt.lock_file import NAME
+from tr_ckpt.folder_lock import NAME
 
 
 class Values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -330,3 +331,17 @@ def save_to_a_slow_disk(directory: str, asynchronous: bool) -> None:
     keeper.close()
     assert dist.get_rank() or not waits
     dist.barrier()
+
+
+def one_is_killed_while_it_writes(directory: str, killed: int) -> None:
+    """The other one fails at once, and what was there before is there still."""
+    keeper = checkpointer(directory)
+    keeper.save(1, {**parts(10), "rng": RNGState()})
+    if dist.get_rank() == killed:
+        files.write = lambda descriptor, data: os.kill(os.getpid(), signal.SIGKILL)
+    begun_s = time.monotonic()
+    message = caught(lambda: keeper.save(2, {**parts(20), "rng": RNGState()}))
+    assert message != "nothing raised"
+    assert time.monotonic() - begun_s < 60, message  # a collective lasts half an hour
+    assert keeper.steps() == [1]
+    os._exit(0)  # without the other one there is no leaving the group

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tr_ckpt import background, files
+from tr_ckpt import files
 
 
 def test_folders_above_that_are_missing_are_made(tmp_path):
@@ -92,5 +92,5 @@ def test_where_no_thread_can_be_started_the_caller_does_all(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     done = []
-    background.for_each(done.append, range(5))
+    files.for_each(done.append, range(5))
     assert done == [0, 1, 2, 3, 4]

@@ -25,13 +25,12 @@ from tr_ckpt import (
     command,
     files,
     folder_lock,
-    lock_file,
     names,
+    processes,
     retention,
     staging,
 )
-from tr_ckpt.folder_lock import FolderLock
-from tr_ckpt.lock_file import NAME, Owner
+from tr_ckpt.folder_lock import NAME, FolderLock, Owner
 
 FORKSERVER = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 
@@ -39,9 +38,9 @@ FORKSERVER = multiprocessing.get_context("forkserver" if hasattr(os, "fork") els
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     """Let nobody wait for long."""
+    monkeypatch.setattr(processes, "BEAT_S", 0.1)
+    monkeypatch.setattr(processes, "STILL_S", 0.6)
     for name, seconds in {
-        "BEAT_S": 0.1,
-        "STALE_S": 0.6,
         "ENDING_S": 0.4,
         "_TRY_AGAIN_S": 0.001,
         "_POLL_S": 0.02,
@@ -74,7 +73,7 @@ def left_by_the_dead(folder):
     process.start()
     process.join(60)
     assert process.exitcode == 9
-    found = lock_file.read(folder / NAME)
+    found = folder_lock.read_file(folder / NAME)
     assert found.process.pid == process.pid
     return found
 
@@ -92,12 +91,12 @@ def test_a_folder_is_locked_from_the_first_save_to_the_end(tmp_path):
     checkpointer = Checkpointer(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     checkpointer.save(1, parts(1))
-    owner = lock_file.read(tmp_path / "run" / NAME)
-    assert owner.process == names.this_process()
+    owner = folder_lock.read_file(tmp_path / "run" / NAME)
+    assert owner.process == processes.this_process()
     checkpointer.close()
     assert os.listdir(tmp_path / "run") == ["checkpoint-1"]
     checkpointer.save(2, parts(2))
-    assert lock_file.read(tmp_path / "run" / NAME).key != owner.key
+    assert folder_lock.read_file(tmp_path / "run" / NAME).key != owner.key
     del checkpointer
     gc.collect()
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-1", "checkpoint-2"]
@@ -144,7 +143,7 @@ def test_a_run_is_refused_while_another_lives(tmp_path, caplog):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
 def test_a_suspended_process_of_this_machine_keeps_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "ENDING_S", 3 * folder_lock.STALE_S)  # longer than one of another machine has
+    monkeypatch.setattr(folder_lock, "ENDING_S", 3 * processes.STILL_S)  # longer than one of another machine has
     with held_elsewhere(tmp_path) as other:
         os.kill(other.pid, signal.SIGSTOP)
         try:
@@ -170,13 +169,13 @@ def test_what_a_dead_process_locked_is_taken_over_at_once(tmp_path, caplog, monk
     assert f"was left locked by process {owner.process.pid}" in caplog.text
     assert "waiting" not in caplog.text
     assert listed(tmp_path) == ["checkpoint-1"]
-    assert lock_file.read(tmp_path / NAME).process == names.this_process()
+    assert folder_lock.read_file(tmp_path / NAME).process == processes.this_process()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_zombie_is_gone(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""])
-    while names._state(child.pid)[0] != "Z":
+    while processes._state(child.pid)[0] != "Z":
         time.sleep(0.01)
     left_by(tmp_path, pid=child.pid, started=0)
     FolderLock(tmp_path).claim()
@@ -186,10 +185,10 @@ def test_a_zombie_is_gone(tmp_path):
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_who_has_the_number_of_a_dead_process_is_not_it(tmp_path):
     parent = os.getppid()
-    left_by(tmp_path, pid=parent, started=names._state(parent)[1])
+    left_by(tmp_path, pid=parent, started=processes._state(parent)[1])
     with pytest.raises(FolderInUseError):
         FolderLock(tmp_path).claim()
-    left_by(tmp_path, pid=parent, started=names._state(parent)[1] + 1)
+    left_by(tmp_path, pid=parent, started=processes._state(parent)[1] + 1)
     FolderLock(tmp_path).claim()
 
 
@@ -207,16 +206,16 @@ def test_another_machine_that_shows_no_life_is_taken_over_after_a_while(tmp_path
     left_by(tmp_path, **changes)
     begun = time.monotonic()
     FolderLock(tmp_path).claim()
-    assert time.monotonic() - begun >= folder_lock.STALE_S
+    assert time.monotonic() - begun >= processes.STILL_S
     assert "is in use by process" in caplog.text
-    assert f"on {changes.get('host', names.host_name())}" in caplog.text
+    assert f"on {changes.get('host', processes.host_name())}" in caplog.text
     assert "to see whether it is alive" in caplog.text
 
 
 @pytest.mark.parametrize("changes", ELSEWHERE, ids=["another name", "another boot"])
 def test_another_machine_that_lives_is_respected(tmp_path, monkeypatch, changes):
     monkeypatch.setattr(names, "_machine", lambda: "a machine")
-    monkeypatch.setattr(folder_lock, "STALE_S", 60.0)  # it gives signs more often, on a busy machine too
+    monkeypatch.setattr(processes, "STILL_S", 60.0)  # it gives signs more often, on a busy machine too
     owner = left_by(tmp_path, **changes)
     ended = threading.Event()
 
@@ -224,7 +223,7 @@ def test_another_machine_that_lives_is_respected(tmp_path, monkeypatch, changes)
         number = 0
         while not ended.wait(0.1):
             number += 1
-            lock_file.beat(tmp_path / NAME, owner, number)
+            folder_lock._update(tmp_path / NAME, owner, number)
 
     thread = threading.Thread(target=live)
     thread.start()
@@ -234,15 +233,15 @@ def test_another_machine_that_lives_is_respected(tmp_path, monkeypatch, changes)
     finally:
         ended.set()
         thread.join(60)
-    assert lock_file.read(tmp_path / NAME).key == owner.key
+    assert folder_lock.read_file(tmp_path / NAME).key == owner.key
 
 
 def test_an_owner_shows_that_it_lives(tmp_path):
     lock = FolderLock(tmp_path)
     lock.claim()
-    first = lock_file.read(tmp_path / NAME)
+    first = folder_lock.read_file(tmp_path / NAME)
     folder_lock.beat()
-    second = lock_file.read(tmp_path / NAME)
+    second = folder_lock.read_file(tmp_path / NAME)
     assert first.beat != second.beat
     assert (first.key, first.process) == (second.key, second.process)
     assert any(thread.name == "folder lock" and thread.daemon for thread in threading.enumerate())
@@ -256,12 +255,12 @@ def test_a_damaged_lock_is_one_of_an_unknown_owner(tmp_path, content, caplog):
     (tmp_path / NAME).write_bytes(content)
     FolderLock(tmp_path).claim()
     assert "a run that its .run-lock.json does not name" in caplog.text
-    assert lock_file.read(tmp_path / NAME).process == names.this_process()
+    assert folder_lock.read_file(tmp_path / NAME).process == processes.this_process()
 
 
 def test_what_a_lock_says_is_printed_only_if_it_is_plain(tmp_path):
     left_by(tmp_path, host="\x1b[31mhost")
-    assert lock_file.read(tmp_path / NAME).process is None
+    assert folder_lock.read_file(tmp_path / NAME).process is None
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
@@ -272,7 +271,7 @@ def test_a_lock_that_is_no_plain_file_is_not_followed(tmp_path, kind):
     else:
         os.mkfifo(tmp_path / NAME)
     FolderLock(tmp_path).claim()
-    assert lock_file.read(tmp_path / NAME).process == names.this_process()
+    assert folder_lock.read_file(tmp_path / NAME).process == processes.this_process()
     assert kind == "fifo" or (tmp_path / "target").read_text() == "kept"
 
 
@@ -292,7 +291,7 @@ def test_an_owner_that_has_lost_its_lock_saves_no_more(tmp_path, asynchronous):
             checkpointer.save(2, parts(2))
     checkpointer.close()
     assert listed(tmp_path) == ["checkpoint-1"]
-    assert lock_file.read(tmp_path / NAME).key == other.key
+    assert folder_lock.read_file(tmp_path / NAME).key == other.key
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -350,16 +349,16 @@ def test_a_lock_that_is_lost_while_a_step_is_replaced_leaves_the_older_one(tmp_p
 
 def test_a_beat_that_fails_is_said_once_until_one_succeeds(tmp_path, monkeypatch, caplog):
     FolderLock(tmp_path).claim()
-    full, beat = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), lock_file.beat
+    full, beat = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder_lock._update
     said = (
         f"{tmp_path / NAME} cannot be updated ({full}), which shows other machines that this run lives: if that lasts"
     )
     for times in (1, 2):
-        monkeypatch.setattr(lock_file, "beat", lambda *given: (_ for _ in ()).throw(full))
+        monkeypatch.setattr(folder_lock, "_update", lambda *given: (_ for _ in ()).throw(full))
         folder_lock.beat()
         folder_lock.beat()
         assert caplog.text.count(said) == times
-        monkeypatch.setattr(lock_file, "beat", beat)
+        monkeypatch.setattr(folder_lock, "_update", beat)
         folder_lock.beat()
     assert "a run on another machine takes the folder over after 1 s, and this one saves no more; free" in caplog.text
 
@@ -377,10 +376,10 @@ def test_a_beat_does_not_touch_the_lock_of_another(tmp_path):
 def test_a_lock_that_somebody_removed_is_put_back(tmp_path, caplog):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, parts(1))
-    owner = lock_file.read(tmp_path / NAME)
+    owner = folder_lock.read_file(tmp_path / NAME)
     (tmp_path / NAME).unlink()
     checkpointer.save(2, parts(2))
-    assert lock_file.read(tmp_path / NAME).key == owner.key
+    assert folder_lock.read_file(tmp_path / NAME).key == owner.key
     assert "was removed from" in caplog.text
 
 
@@ -402,7 +401,7 @@ def test_of_claims_at_the_same_moment_exactly_one_wins(tmp_path, left):
     for folder in folders:
         folder.mkdir()
         if dead is not None:
-            (folder / NAME).write_bytes(replace(dead, key=names.secrets.token_hex(8)).content())
+            (folder / NAME).write_bytes(replace(dead, key=processes.secrets.token_hex(8)).content())
     barrier, results = FORKSERVER.Barrier(3), FORKSERVER.Queue()
     arguments = ([str(folder) for folder in folders], barrier, results)
     racers = [FORKSERVER.Process(target=ckpt_workers.race, args=arguments) for _ in range(3)]
@@ -439,7 +438,7 @@ def test_a_file_system_without_hard_links_is_locked_too(tmp_path, monkeypatch, n
     monkeypatch.setattr(files, "link", fail)
     left_by(tmp_path, pid=2**22 + 1)
     FolderLock(tmp_path).claim()
-    assert lock_file.read(tmp_path / NAME).process == names.this_process()
+    assert folder_lock.read_file(tmp_path / NAME).process == processes.this_process()
     assert os.listdir(tmp_path) == [NAME]
 
 

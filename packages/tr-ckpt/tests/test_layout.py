@@ -10,7 +10,7 @@ import torch
 from ckpt_faults import Faults
 from ckpt_parts import Run, State, rewritten
 
-from tr_ckpt import Checkpointer, background, codec, files, manifest
+from tr_ckpt import Checkpointer, codec, files, manifest
 
 LAYOUT = (Path(__file__).parent.parent / "docs" / "layout.md").read_text(encoding="utf-8")
 
@@ -66,7 +66,7 @@ def test_a_save_does_the_operations_that_are_listed_in_that_order(tmp_path, monk
     assert [int(number) for number, _ in steps] == list(range(1, 13))
     named = [re.findall(r"`(\w+)`", text) for _, text in steps]
     listed = [[name for name in of_step if name in files.OPERATIONS] for of_step in named]
-    monkeypatch.setattr(background, "_AT_ONCE", 1)  # or the order of what is done at once is by chance
+    monkeypatch.setattr(files, "_AT_ONCE", 1)  # or the order of what is done at once is by chance
     keeper = Checkpointer(tmp_path, keep_last=2)
     for step in (10, 30):
         keeper.save(step, {"part": State(n=step)})

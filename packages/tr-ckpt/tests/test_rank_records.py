@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tr_ckpt import Checkpointer, SaveError, folder_lock, names, rank_records
+from tr_ckpt import Checkpointer, SaveError, processes, rank_records
 from tr_ckpt.files import FileRecord
 from tr_ckpt.rank_records import RankRecords
 
 
 def records(folder, elsewhere=2):
     made = RankRecords("checkpoint-3", folder, 0)
-    made.processes = [names.Process("elsewhere", 1)] * (1 + elsewhere)
+    made.processes = [processes.Process("elsewhere", 1)] * (1 + elsewhere)
     return made
 
 
@@ -33,7 +33,7 @@ def test_what_all_wrote_comes_in_the_order_of_ranks(tmp_path):
 def test_a_machine_of_one_process_waits_for_none_of_its_own(tmp_path):
     """As with save_on_each_node, where other machines save too."""
     made = RankRecords.make(tmp_path, "checkpoint-3", 1)
-    made.processes = [names.this_process()]
+    made.processes = [processes.this_process()]
     assert made.exchange(dict) == [{}]
 
 
@@ -142,13 +142,13 @@ def test_a_rank_that_saves_gives_signs(tmp_path):
 
     def shows():
         os.utime(made.folder / "rank-0.writing", (1, 1))
-        names.show_life()  # as a thread does every 15 seconds
+        processes.show_life()  # as a thread does every 15 seconds
         return made.seen_of(0) != 10**9
 
     assert not shows()
     with made.giving_signs():
         assert shows()
-        assert folder_lock._beating.is_alive()
+        assert processes._beating.is_alive()
     assert not shows()
     assert made.seen_of(5) == 0
 

@@ -1,6 +1,7 @@
 """Several processes that save and restore together."""
 
 import logging
+import signal
 import threading
 import time
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 import ckpt_workers
 import pytest
 import torch
-from ckpt_parts import listed, number_of, parts
-from ckpt_workers import run
+from ckpt_parts import listed, number_of, parts, restored
+from ckpt_workers import exit_codes, run
 
-from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery, ranks
+from tr_ckpt import Checkpointer, CheckpointError, RNGState, SaveError, discovery, files, ranks
 from tr_ckpt.errors import Damage
 from tr_ckpt.ranks import Failure, Ranks
 from tr_ckpt.restoring import Answer
@@ -36,6 +37,22 @@ def test_a_failure_leaves_no_rank_waiting_in_a_state_that_all_make_together(tmp_
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_is_slower_than_an_exchange_may_be_ends_no_save_and_no_restore(asynchronous, tmp_path):
     run(2, ckpt_workers.save_to_a_slow_disk, str(tmp_path / "run"), asynchronous)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_while_it_writes_is_noticed_and_nothing_is_lost(killed, tmp_path):
+    codes = exit_codes(ckpt_workers.one_is_killed_while_it_writes, str(tmp_path / "run"), killed)
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] == 0
+    assert restored(tmp_path / "run") == (1, 10)
+
+
+def test_a_save_that_is_given_up_writes_nothing_more(tmp_path):
+    given_up = files.Unsynced()
+    given_up.give_up()
+    with pytest.raises(OSError, match="the save was given up"):
+        files.write_file(tmp_path / "file", [b"content"], unsynced=given_up)
+    assert (tmp_path / "file").read_bytes() == b""
 
 
 def as_rank(rank, world_size, others):

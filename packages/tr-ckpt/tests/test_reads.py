@@ -16,7 +16,6 @@ from tr_ckpt import (
     SaveError,
     UnreadableError,
     discovery,
-    files,
     lock_file,
     manifest,
     reads,
@@ -105,15 +104,15 @@ def test_a_read_that_hangs_before_it_fails_is_not_tried_for_ever(saved, monkeypa
 
 
 def test_a_digest_that_is_another_is_read_once_more_before_it_counts_as_damage(saved, monkeypatch, caplog):
-    original, wrong = files.record, []
+    original, wrong = reads.digest, []
 
-    def record(path):
+    def digest(path):
         if path.name == "model.safetensors" and not wrong:
             wrong.append(path)
-            return files.FileRecord(1, "0" * 64)
+            return 1, "0" * 64
         return original(path)
 
-    monkeypatch.setattr(files, "record", record)
+    monkeypatch.setattr(reads, "digest", digest)
     assert saved.restore(parts()) == 30
     assert "model.safetensors differ: check the disk" in caplog.text
 

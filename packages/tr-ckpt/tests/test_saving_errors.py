@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ckpt_parts import parts
 
-from tr_ckpt import Checkpointer, CheckpointError, files, names, rank_records, reads, staging
+from tr_ckpt import Checkpointer, CheckpointError, files, processes, rank_records, reads, staging
 from tr_ckpt.rank_records import RankRecords
 
 
@@ -58,13 +58,13 @@ def test_a_file_that_is_damaged_while_it_is_saved_is_named_with_its_checkpoint(t
 
 
 def test_a_folder_that_is_gone_is_discarded_in_silence(tmp_path, caplog):
-    staging.discard(names.temporary(tmp_path, "writing", "checkpoint-1"))
+    staging.discard(processes.temporary(tmp_path, "writing", "checkpoint-1"))
     assert caplog.records == []
 
 
 def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_the_wait_for_rank_0(tmp_path, failing):
     records = RankRecords("checkpoint-1", tmp_path / "records", 1)
-    records.processes = [names.this_process()]
+    records.processes = [processes.this_process()]
     failing("exists", "records", times=3)
     records.wait_for_rank_0()  # the folder is gone: rank 0 is done
 
@@ -76,7 +76,7 @@ def test_records_that_cannot_be_listed_are_in_words_and_hide_nothing(tmp_path, m
     monkeypatch.setattr(reads, "DELAYS_S", (0.001,))
     monkeypatch.setattr(rank_records.os, "listdir", refuse)
     records = RankRecords("checkpoint-1", tmp_path, 0)
-    records.processes = [names.this_process()] * 2
+    records.processes = [processes.this_process()] * 2
     with pytest.raises(OSError, match="checkpoint-1 was not saved in .*Input/output error"):
         records.exchange(dict)
 

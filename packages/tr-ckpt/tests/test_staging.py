@@ -11,7 +11,7 @@ import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import listed, number_of, parts, restored
 
-from tr_ckpt import Checkpointer, files, folder_lock, names
+from tr_ckpt import Checkpointer, files, names, processes
 from tr_ckpt.command import main
 
 
@@ -41,12 +41,12 @@ def test_what_a_dead_process_left_is_cleared_at_the_next_save(kind, tmp_path, mo
 
 def test_what_a_living_process_works_on_stays(tmp_path):
     folder = leave(tmp_path, "writing", pid=os.getppid())
-    ours = names.temporary(tmp_path, "pushing", "checkpoint")
+    ours = processes.temporary(tmp_path, "pushing", "checkpoint")
     ours.mkdir()
     Checkpointer(tmp_path).save(2, parts(2))
     assert folder.is_dir()
     assert ours.is_dir()
-    names.release(ours)
+    processes.release(ours)
     Checkpointer(tmp_path).save(3, parts(3))
     assert not ours.exists()
 
@@ -77,22 +77,22 @@ def test_what_another_machine_left_is_watched_from_the_claim_on(tmp_path, monkey
 
 
 def test_who_works_on_a_folder_shows_it_to_other_machines(tmp_path):
-    ours = names.temporary(tmp_path, "pushing", "checkpoint")
+    ours = processes.temporary(tmp_path, "pushing", "checkpoint")
     ours.mkdir()
     os.utime(ours, ns=(1, 1))
-    folder_lock.beat()
+    processes.show_life()
     assert ours.stat().st_mtime_ns > 1
-    names.release(ours)
+    processes.release(ours)
     os.utime(ours, ns=(1, 1))
-    folder_lock.beat()
+    processes.show_life()
     assert ours.stat().st_mtime_ns == 1
 
 
 def test_a_folder_of_a_machine_before_its_restart_is_cleared_whoever_has_the_number_now(tmp_path, monkeypatch):
     monkeypatch.setattr(names, "STILL_S", 0.0)
-    ours = names.temporary(tmp_path, "writing", "checkpoint-1")
-    names.release(ours)
-    process = names.this_process()
+    ours = processes.temporary(tmp_path, "writing", "checkpoint-1")
+    processes.release(ours)
+    process = processes.this_process()
     assert f"@{process.host}@{process.pid}.{process.numbering}@" in ours.name
     own, parent = f"@{process.pid}.", f"@{os.getppid()}."
     living = tmp_path / ours.name.replace(own, parent)
@@ -105,12 +105,12 @@ def test_a_folder_of_a_machine_before_its_restart_is_cleared_whoever_has_the_num
 
 
 def test_what_is_in_use_stays_when_the_machine_is_renamed(tmp_path, monkeypatch):
-    ours = names.temporary(tmp_path, "pushing", "checkpoint")
+    ours = processes.temporary(tmp_path, "pushing", "checkpoint")
     ours.mkdir()
     monkeypatch.setattr(socket, "gethostname", lambda: "renamed")
     Checkpointer(tmp_path).save(2, parts(2))
     assert ours.is_dir()
-    names.release(ours)
+    processes.release(ours)
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="needs users")

@@ -24,7 +24,7 @@ from crash_training import PARTS
 from runner import Case, Tally
 
 import tr_ckpt
-from tr_ckpt import Checkpointer, files, tensor_file
+from tr_ckpt import Checkpointer, files, reads, tensor_file
 
 SOURCE = Path(tr_ckpt.__file__).parent
 SYNCS = ("sync", "sync_folder")
@@ -162,7 +162,8 @@ def _hash_nothing() -> None:
         def hexdigest(self) -> str:
             return "0" * 64
 
-    files.hashlib = types.SimpleNamespace(sha256=lambda *_: Nothing())  # pyright: ignore[reportAttributeAccessIssue]
+    for module in (files, reads):
+        module.hashlib = types.SimpleNamespace(sha256=lambda *_: Nothing())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forget(part: str) -> None:

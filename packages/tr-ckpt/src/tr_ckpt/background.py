@@ -1,4 +1,4 @@
-"""Run one background job at a time, or a job for each of several items; always wait for the end, report failures."""
+"""Run one background job at a time; always wait for its end, report its failure."""
 
 from __future__ import annotations
 
@@ -7,58 +7,15 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-# A disk and its file system do the work of this many at once; more gain nothing.
-_AT_ONCE = 4
 
 # Shorter waits are not logged.
 _NOTICEABLE_S = 0.1
 
 
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
-
-
-def for_each(work: Callable[[T], None], items: Iterable[T]) -> None:
-    """Call `work` with each item, in a few threads of which the caller is one, and wait for the end of all.
-
-    After a failure no further item is begun. Where no thread can be started, the caller does all.
-
-    Raises:
-        BaseException: the first failure.
-    """
-    ahead, failures = deque(items), list[BaseException]()
-
-    def run() -> None:
-        while ahead and not failures:
-            try:
-                item = ahead.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                work(item)
-            except BaseException as error:  # of any kind: the caller raises it
-                failures.append(error)
-
-    threads = [threading.Thread(target=run, name="for each") for _ in range(min(len(ahead), _AT_ONCE) - 1)]
-    begun = []
-    try:
-        for thread in threads:
-            thread.start()
-            begun.append(thread)
-    except RuntimeError:  # as while the interpreter exits
-        pass
-    run()
-    for thread in begun:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def join_all() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tr_ckpt import discovery, files, names, reads, retention
 from tr_ckpt.background import Background
 from tr_ckpt.discovery import Found
-from tr_ckpt.errors import CheckpointError, FolderInUseError, UnreadableError, explain_save_errors
+from tr_ckpt.errors import CheckpointError, FolderInUseError, UnreadableError
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.host_buffers import HostBuffers
 from tr_ckpt.hub import resume
@@ -268,7 +268,7 @@ class Checkpointer:
 
         def claim() -> None:
             if self._ranks.rank == 0:
-                with explain_save_errors("the run's first checkpoint", self.directory):
+                with files.explain_save_errors("the run's first checkpoint", self.directory):
                     try:
                         self._lock.claim()
                     except FolderInUseError as error:

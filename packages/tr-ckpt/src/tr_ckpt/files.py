@@ -1,4 +1,4 @@
-"""Change the file system: every operation that changes it is a function of this file.
+"""Change the file system: every operation that changes it is a function of this file; explain what failed.
 
 `OPERATIONS` lists them. Each is looked up when it is called, so a test that replaces one sees every use of it.
 
@@ -13,14 +13,22 @@ import errno
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from tr_ckpt import background, reads
+from tr_ckpt import reads
+from tr_ckpt.errors import CheckpointError, SaveError, UnreadableError
+from tr_ckpt.reads import BLOCK_BYTES
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # "Not supported", in the variants that file systems return. EIO is none of them: it means that the disk fails.
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY})
@@ -110,7 +118,8 @@ OPERATIONS = (
     "remove_folder",
 )
 
-BLOCK_BYTES = 16 * 2**20
+# A disk and its file system do the work of this many at once; more gain nothing.
+_AT_ONCE = 4
 
 _MOST_OPEN = 64  # files of one save; a process may open few
 
@@ -223,6 +232,42 @@ def remove_folder(path: Path) -> None:
     os.rmdir(path)
 
 
+def for_each(work: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call `work` with each item, in a few threads of which the caller is one, and wait for the end of all.
+
+    After a failure no further item is begun. Where no thread can be started, the caller does all.
+
+    Raises:
+        BaseException: the first failure.
+    """
+    ahead, failures = deque(items), list[BaseException]()
+
+    def run() -> None:
+        while ahead and not failures:
+            try:
+                item = ahead.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                work(item)
+            except BaseException as error:  # of any kind: the caller raises it
+                failures.append(error)
+
+    threads = [threading.Thread(target=run, name="for each") for _ in range(min(len(ahead), _AT_ONCE) - 1)]
+    begun = []
+    try:
+        for thread in threads:
+            thread.start()
+            begun.append(thread)
+    except RuntimeError:  # as while the interpreter exits
+        pass
+    run()
+    for thread in begun:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
 class Unsynced:
     """Written files that are synced together: the system then waits for the disk about once, not once a file."""
 
@@ -252,7 +297,7 @@ class Unsynced:
     def sync(self, *folders: Path) -> None:
         """Wait until these files, and the names in `folders`, are on the disk."""
         try:
-            background.for_each(_wait, [*self._held, *((None, folder) for folder in folders)])
+            for_each(_wait, [*self._held, *((None, folder) for folder in folders)])
         finally:
             self.close()
 
@@ -347,11 +392,7 @@ def record(path: Path) -> FileRecord:
         OSError: the file does not exist.
         UnreadableError: it cannot be read.
     """
-    digest, size = hashlib.sha256(), 0
-    for block in reads.blocks(path, BLOCK_BYTES):
-        digest.update(block)
-        size += len(block)
-    return FileRecord(size, digest.hexdigest())
+    return FileRecord(*reads.digest(path))
 
 
 def make_folders(path: Path) -> None:
@@ -392,5 +433,67 @@ def remove_tree(path: Path) -> None:
             remove_tree(Path(entry.path))
         else:
             plain.append(Path(entry.path))
-    background.for_each(lambda each: remove_file(each), plain)  # looked up at each call
+    for_each(lambda each: remove_file(each), plain)  # looked up at each call
     remove_folder(path)
+
+
+@contextmanager
+def explain_save_errors(name: str, directory: Path) -> Iterator[None]:
+    """Turn an error inside the block into one of the same kind that says what was not saved, and where.
+
+    Args:
+        name: the checkpoint.
+        directory: its folder.
+    """
+    try:
+        yield
+    except UnreadableError as error:
+        raise SaveError(f"{name} was not saved in {directory}: {error}") from error
+    except CheckpointError as error:
+        raise type(error)(f"{name} was not saved in {directory}: {error}") from error
+    except OSError as error:
+        if error.errno is None:  # raised by this package, and explained already
+            raise
+        raise OSError(error.errno, _explain(error, name, directory)) from error
+
+
+def _explain(error: OSError, name: str, directory: Path) -> str:
+    file = f" ({error.filename})" if error.filename else ""
+    text = f"{name} was not saved in {directory}: {os.strerror(error.errno or 0)}{file}"
+    remedy = _REMEDIES.get(error.errno or 0, "fix that, or save to another folder")
+    if error.errno in _DISK_FULL:
+        remedy += f" ({_free_space(directory)} are free)"
+    return f"{text} — {remedy}"
+
+
+def _free_space(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free:,} bytes"
+    except OSError:
+        return "unknown bytes"
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there, keep fewer checkpoints, or save to another disk",
+    errno.EDQUOT: "the quota is used up: free space there, keep fewer checkpoints, or save to another disk",
+    errno.EROFS: "give a folder on a writable file system",
+    errno.EACCES: "give this user the right to write there, or save to another folder",
+    errno.EPERM: "give this user the right to write there, or save to another folder",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save to another file system",
+    errno.EIO: "the disk or the connection to it is failing: look at the system's log, and save to another disk",
+    errno.ESTALE: "the shared file system was changed or mounted again: check it, then start the run again",
+    errno.ETIMEDOUT: "the shared file system does not answer: check it, then start the run again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or close files that this program keeps open",
+    errno.ENFILE: "raise the machine's limit on open files (fs.file-max), or close files in other programs",
+    errno.ENOMEM: "the machine is out of memory: use less, or save to another file system",
+    errno.ENAMETOOLONG: "give an output folder with a shorter path",
+    errno.EXDEV: "the existing folder belongs to a lower layer of a container's file system and cannot be moved; save "
+    "to another folder, or to a volume",
+    errno.EEXIST: "another program made it at the same time: give this run a folder of its own",
+    errno.ENOTEMPTY: "another program put files there at the same time: give this run a folder of its own",
+    errno.ENOTDIR: "a file is in the place of a folder: move it, or save to another folder",
+    errno.ELOOP: "links there lead in a circle: fix them, or save to another folder",
+    errno.ENOENT: "it was removed while it was being written; keep other programs and clean-up jobs away from there",
+}

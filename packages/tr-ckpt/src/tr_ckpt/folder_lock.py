@@ -1,8 +1,10 @@
 """Let one run at a time save to a folder.
 
-The process that commits checkpoints locks the folder for the length of its run, with the file of `lock_file.py`.
-Another run that finds the lock checks whether its owner is alive. On the same machine it asks the system; otherwise
-it watches the file for a while. The lock of a dead owner is taken over; that of a living one is an error.
+The process that commits checkpoints locks the folder for the length of its run. `.run-lock.json` is one line of JSON
+that names the process, and a second line with a number that changes as long as the process lives. Another run that
+finds it checks whether its owner is alive. On the same machine it asks the system; otherwise it watches the number for
+a while. Clocks of two machines are never compared. The lock of a dead owner is taken over; that of a living one is an
+error.
 
 To take over, a process first makes `.run-lock.json.<key>.next`, which only one process can. Then it renames that file
 over the lock with this key, which only the maker does.
@@ -12,24 +14,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
+import secrets
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tr_ckpt import files, lock_file, names
+from tr_ckpt import files, processes
 from tr_ckpt.errors import FolderInUseError
-from tr_ckpt.lock_file import NAME, Owner
+from tr_ckpt.processes import Process, this_process
 
 logger = logging.getLogger(__name__)
 
-# How often an owner updates the lock, and how long another machine waits for an update. A stall of a shared file
-# system that is shorter than the difference costs no lock.
-BEAT_S, STALE_S = 15.0, names.STILL_S
+NAME = ".run-lock.json"
+
+_FORMAT = 1
+_LARGEST_BYTES = 4096
+_BEAT = "{:012d}\n"
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+# The errors of file systems without hard links; not those of a full or failing disk.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
+
 # How long a living process of this machine gets to end, as after a killed launcher: its ranks save first.
 ENDING_S = 30.0
 
@@ -38,6 +50,40 @@ _POLL_S = 0.5
 # was made fails always.
 _MOST_TRIES, _TRY_AGAIN_S = 200, 0.01
 _READ_TRIES, _READ_DELAY_S = 5, 0.2
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The owner of a folder's lock, as its file says.
+
+    Attributes:
+        key: unique to this lock.
+        process: the owner; None where the file is damaged or cannot be read.
+        since: when it was locked, by the owner's clock; only for people.
+        beat: changes whenever the owner updates the file.
+    """
+
+    key: str
+    process: Process | None = None
+    since: str = ""
+    beat: tuple[object, ...] = ()
+
+    @classmethod
+    def new(cls) -> Owner:
+        """Return this process as an owner, from the present time on."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return cls(secrets.token_hex(8), this_process(), since)
+
+    def __str__(self) -> str:
+        if self.process is None:
+            return f"a run that its {NAME} does not name"
+        return f"process {self.process.pid} on {self.process.host} (since {self.since})"
+
+    def content(self) -> bytes:
+        """Return the first content of its file."""
+        assert self.process is not None  # it is one of ours
+        held = {"format": _FORMAT, "key": self.key, "since": self.since, **asdict(self.process)}
+        return (json.dumps(held) + "\n" + _BEAT.format(0)).encode()
 
 
 @dataclass
@@ -71,7 +117,6 @@ _held: dict[str, _Held] = {}
 _claiming = threading.Lock()  # one claim or release at a time
 _dropped: list[FolderLock] = []
 _beats = 0
-_beating: threading.Thread | None = None
 
 
 class FolderLock:
@@ -107,8 +152,8 @@ class FolderLock:
                 return
             made = [path for path in (self.folder, *self.folder.parents) if not os.path.lexists(path)]
             files.make_folders(self.folder)
-            names.watch(self.folder)  # before the wait for another's sign of life, which shows theirs too
-            begin_beating()
+            processes.watch(self.folder)  # before the wait for another's sign of life, which shows theirs too
+            processes.begin_beating()
             owner = Owner.new()
             try:
                 _acquire(self.folder, owner, ENDING_S if patience_s is None else patience_s)
@@ -209,7 +254,7 @@ def _acquire(folder: Path, owner: Owner, patience_s: float) -> None:
 
 def _create(path: Path, owner: Owner) -> bool:
     try:
-        return lock_file.create(path, owner)
+        return create_file(path, owner)
     except FileNotFoundError:  # another machine removed our new file as the leftover of a dead process
         return False
     except OSError as error:
@@ -250,10 +295,10 @@ def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
         FolderInUseError: the owner is alive.
     """
     process = owner.process
-    is_visible = process is not None and names.is_visible(process)
-    if process is not None and (names.is_gone(process) or (is_visible and process.pid == os.getpid())):
+    is_visible = process is not None and processes.is_visible(process)
+    if process is not None and (processes.is_gone(process) or (is_visible and process.pid == os.getpid())):
         return True  # our own process number: we wrote that lock before an `exec`
-    within_s = patience_s if is_visible else STALE_S
+    within_s = patience_s if is_visible else processes.STILL_S
     if within_s:
         text = "%s is in use by %s: waiting up to %.0f s to see whether it %s"
         logger.warning(text, path.parent, owner, within_s, "ends" if is_visible else "is alive")
@@ -262,7 +307,7 @@ def _has_ended(path: Path, owner: Owner, patience_s: float) -> bool:
         found = _read(path)
         if found is None or found.key != owner.key:
             return False
-        if is_visible and process is not None and names.is_gone(process):
+        if is_visible and process is not None and processes.is_gone(process):
             return True
         if not is_visible and found.beat != owner.beat:
             raise FolderInUseError(_refusal(path, owner))
@@ -288,7 +333,7 @@ def _read(path: Path) -> Owner | None:
     """
     for left in reversed(range(_READ_TRIES)):
         try:
-            return lock_file.read(path)
+            return read_file(path)
         except OSError as error:
             if left == 0:
                 raise OSError(
@@ -303,8 +348,8 @@ def _clear(folder: Path) -> None:
     """Remove the leftovers of processes that ended while they were taking over an earlier lock."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{NAME}.*.next"):
-            owner = lock_file.read(path)
-            if owner is not None and owner.process is not None and names.is_gone(owner.process):
+            owner = read_file(path)
+            if owner is not None and owner.process is not None and processes.is_gone(owner.process):
                 files.remove_file(path)
 
 
@@ -315,19 +360,19 @@ def _loss(held: _Held) -> str:
         if found.key != held.owner.key:
             return f"was taken over by {found}"
         held.seen_s = _now_s()
-    elif _now_s() - held.seen_s > STALE_S - BEAT_S:
+    elif _now_s() - held.seen_s > processes.STILL_S - processes.BEAT_S:
         return "was unlocked, perhaps by a run that had taken it over and has ended,"
     elif held.folder.is_dir():
         logger.warning("%s was removed from %s, and is restored", NAME, held.folder)
         with contextlib.suppress(OSError):  # then the folder has no lock, as where none can be made
-            if not lock_file.create(held.path, held.owner):
+            if not create_file(held.path, held.owner):
                 return f"was taken over by {_read(held.path)}"
     return ""
 
 
 def _unlock(held: _Held) -> None:
     with contextlib.suppress(OSError):  # then the file stays, as after a killed process
-        found = lock_file.read(held.path)
+        found = read_file(held.path)
         if found is not None and found.key == held.owner.key:
             files.remove_file(held.path)
         for folder in held.made:
@@ -341,33 +386,13 @@ def _now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def begin_beating() -> None:
-    """Show other machines from now on that this process lives: its locks, and the temporary folders that it uses."""
-    global _beating
-    if _beating is None:
-        _beating = threading.Thread(target=_beat_always, name="folder lock", daemon=True)
-        try:
-            _beating.start()
-        except RuntimeError:  # the interpreter exits soon; the lock needs no updates
-            _beating = None
-
-
-def _beat_always() -> None:
-    while True:
-        time.sleep(BEAT_S)
-        beat()
-        while _dropped:
-            _dropped.pop().release()
-
-
 def beat() -> None:
-    """Update the lock files and temporary folders of this process, so that other machines see that it is alive."""
+    """Update the locks of this process, so that other machines see that it is alive."""
     global _beats
     _beats += 1
-    names.show_life()
     for held in list(_held.values()):
         try:
-            if lock_file.beat(held.path, held.owner, _beats):
+            if _update(held.path, held.owner, _beats):
                 held.seen_s = _now_s()
             held.is_silent = False
         except OSError as error:  # the next update may succeed
@@ -376,17 +401,140 @@ def beat() -> None:
                     "%s cannot be updated (%s), which shows other machines that this run lives: if that lasts, a run "
                     "on another machine takes the folder over after %.0f s, and this one saves no more; free space "
                     "there, or look after the mount",
-                    held.path, error, STALE_S,
+                    held.path, error, processes.STILL_S,
                 )  # fmt: skip
             held.is_silent = True
+    while _dropped:
+        _dropped.pop().release()
+
+
+processes.beats.append(beat)
 
 
 def _forget() -> None:
     """Drop all locks after a fork: they belong to the parent."""
-    global _claiming, _beating
+    global _claiming
     _held.clear()
-    _claiming, _beating = threading.Lock(), None
+    _claiming = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
+
+
+def read_file(path: Path) -> Owner | None:
+    """Return who has locked a folder; None if there is no lock file.
+
+    Raises:
+        OSError: it cannot be read, although it is a regular file and this user has the permission.
+    """
+    content, status = b"", b""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+        try:
+            status = _status(os.fstat(descriptor))
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                content = os.read(descriptor, _LARGEST_BYTES)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            status = _status(os.lstat(path))
+    first, _, beat = content.partition(b"\n")
+    try:
+        return replace(_parsed(first), beat=(beat,))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        seen = hashlib.sha256(content).hexdigest()[:16] if content else "empty"
+        return Owner(seen, beat=(content, status))
+
+
+def create_file(path: Path, owner: Owner) -> bool:
+    """Make the file of an owner atomically; return False if there is one.
+
+    On a file system without hard links, a process that is killed in the middle may leave an empty file.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    fresh = processes.temporary(path.parent, "lock", path.name)
+    try:
+        files.write_file(fresh, [owner.content()])
+        try:
+            files.link(fresh, path)
+        except FileExistsError:
+            return fresh.stat().st_nlink > 1  # NFS may report an error for a link that it made, if the answer was lost
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _create_in_place(path, owner)
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            files.remove_file(fresh)
+        processes.release(fresh)
+
+
+def _update(path: Path, owner: Owner, number: int) -> bool:
+    """Update the owner's lock; leave the lock of another owner and return False.
+
+    Not one of the operations of `files`: this write may be lost.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | _FLAGS)
+    try:
+        first, _, _ = os.read(descriptor, _LARGEST_BYTES).partition(b"\n")
+        is_ours = first == owner.content().partition(b"\n")[0]
+        if is_ours:
+            os.lseek(descriptor, len(first) + 1, os.SEEK_SET)
+            os.write(descriptor, _BEAT.format(number).encode())
+        return is_ours
+    finally:
+        os.close(descriptor)  # NFS shows the write to other machines only after this
+
+
+def _create_in_place(path: Path, owner: Owner) -> bool:
+    try:
+        files.write_file(path, [owner.content()])
+    except FileExistsError:
+        return False
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.remove_file(path)
+        raise
+    return True
+
+
+def _parsed(line: bytes) -> Owner:
+    held = json.loads(line)
+    if held["format"] != _FORMAT:
+        raise ValueError("of a newer version")
+    key, since, host, numbering, boot, machine = (
+        _plain(held[name]) for name in ("key", "since", "host", "numbering", "boot", "machine")
+    )
+    if not key.isalnum():
+        raise ValueError("no key")
+    process = Process(host, _number(held["pid"]), numbering, _number(held["started"]), boot, machine)
+    return Owner(key, process, since)
+
+
+def _plain(value: object) -> str:
+    """Return a text that is safe to print, whoever wrote it."""
+    if not isinstance(value, str) or len(value) > 256 or not value.isprintable():
+        raise ValueError("no plain text")
+    return value
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError("no number")
+    return value
+
+
+def _status(found: os.stat_result) -> bytes:
+    return repr((found.st_ino, found.st_size, found.st_mtime_ns)).encode()

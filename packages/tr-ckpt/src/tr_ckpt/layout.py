@@ -13,7 +13,7 @@ import torch
 
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.shard_index import SavedTensor
-from tr_ckpt.tensor_file import find_distributed, is_distributed, may_exist
+from tr_ckpt.tensor_file import find_distributed, is_distributed
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,6 @@ def _replicated(saved: SavedTensor, parameter: Any) -> torch.Tensor:
     mesh = parameter.device_mesh
     whole = torch.empty(saved.shape, dtype=saved.dtype)
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def may_have_layout(target: Any) -> bool:
-    """Whether `target` holds DTensors, or says itself how its tensors are distributed."""
-    if not may_exist():
-        return False
-    if isinstance(target, torch.nn.Module):
-        return any(map(is_distributed, (*target.parameters(), *target.buffers())))
-    if isinstance(target, torch.optim.Optimizer):
-        return any(is_distributed(parameter) for group in target.param_groups for parameter in group["params"])
-    return hasattr(target, "tensor_layout")
 
 
 def fill(name: str, saved: SavedTensor, tensor: Any, read: Callable[..., torch.Tensor]) -> torch.Tensor:

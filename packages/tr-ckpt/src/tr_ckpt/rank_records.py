@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import files, folder_lock, manifest, names, reads, staging
-from tr_ckpt.errors import SaveError, UnreadableError, explain_save_errors
+from tr_ckpt import files, manifest, processes, reads, staging
+from tr_ckpt.errors import SaveError, UnreadableError
 from tr_ckpt.files import FileRecord
 
 # What one rank wrote: its files by part.
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # machine that ended is noticed at once.
 LIMIT_S = 30 * 60
 # How long a rank that the job has lost may give none: as long as the lock of a run's folder.
-LOST_S = folder_lock.STALE_S
+LOST_S = processes.STILL_S
 # When a wait is logged, and how often again; and how many ranks it names.
 SAY_S, SAY_AGAIN_S = 30.0, 60.0
 _MOST_NAMED = 8
@@ -63,13 +63,13 @@ class RankRecords:
         self.name = name
         self.folder = folder
         self.rank = rank
-        self.processes: list[names.Process] = []
+        self.processes: list[processes.Process] = []
         self.lost: Callable[[], Mapping[int, str]] = dict
 
     @classmethod
     def make(cls, directory: Path, name: str, world_size: int) -> RankRecords:
         """Make the folder beside the checkpoint to be, with the first file of each rank; on rank 0."""
-        records = cls(name, names.temporary(directory, "records", name), 0)
+        records = cls(name, processes.temporary(directory, "records", name), 0)
         try:
             files.make_folder(records.folder)
             for rank in range(world_size):
@@ -82,8 +82,8 @@ class RankRecords:
     @contextmanager
     def giving_signs(self) -> Iterator[None]:
         """Show the other ranks in a block that this one saves: its file changes as its temporary folders do."""
-        folder_lock.begin_beating()
-        with names.showing_life(self._sign_of(self.rank)):
+        processes.begin_beating()
+        with processes.showing_life(self._sign_of(self.rank)):
             yield
 
     def seen_of(self, rank: int) -> int:
@@ -116,7 +116,7 @@ class RankRecords:
             error = caught
         # Also after a failure, so that no folder is removed while another rank still writes to it.
         try:
-            with explain_save_errors(self.name, self.folder.parent):
+            with files.explain_save_errors(self.name, self.folder.parent):
                 others, failed = self._collect()
         except OSError as unread:
             raise (error or unread) from unread
@@ -142,7 +142,7 @@ class RankRecords:
             with contextlib.suppress(UnreadableError), reads.at_once():
                 if not reads.is_there(self.folder):
                     return
-            if names.is_gone(self.processes[0]):
+            if processes.is_gone(self.processes[0]):
                 raise SaveError(f"{self.name} was not saved: rank 0 ended before it had put it in its place")
             if given_up:
                 raise SaveError(f"{self.name} was not saved: rank 0 did not finish: {given_up[0]}")
@@ -154,7 +154,7 @@ class RankRecords:
             with contextlib.suppress(OSError):  # report the first failure, not this one
                 self._leave({"error": f"{type(error).__name__}: {error}"})
             raise
-        with explain_save_errors(self.name, self.folder.parent):
+        with files.explain_save_errors(self.name, self.folder.parent):
             self._leave({"parts": {part: _as_json(held) for part, held in written.items()}})
 
     def _leave(self, content: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class RankRecords:
         failed: dict[int, str] = {}
         missing = set(range(1, len(self.processes)))
         for given_up in self._waits(missing):
-            gone = {rank for rank in missing if names.is_gone(self.processes[rank])}
+            gone = {rank for rank in missing if processes.is_gone(self.processes[rank])}
             present = reads.names_in(self.folder)  # listed after asking who is gone, so it holds all their files
             if not present:  # the folder is gone: a file of each rank was there
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
@@ -211,7 +211,7 @@ class RankRecords:
         while True:
             now = time.monotonic()
             if now >= looks_at:
-                looks_at = now + folder_lock.BEAT_S
+                looks_at = now + processes.BEAT_S
                 for rank in missing:
                     if (sign := self.seen_of(rank)) != seen[rank][0]:
                         seen[rank] = sign, now

@@ -95,10 +95,6 @@ class Ranks:
         """Return the value of each such group; only this group's value if there are no others."""
         return [value]
 
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's `value`, in rank order. Collective over all processes of the run."""
-        return [answer for group, answer in self._everywhere(value) if group == self._group]
-
     def together(self, what: str, work: Callable[[], T], failure: type[Exception] = SaveError) -> list[T]:
         """Run `work` on every rank and return all results, in rank order. Collective over all processes of the run.
 

@@ -10,6 +10,7 @@ restore. Only errors about the form of a path, such as `FileNotFoundError`, are 
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import logging
 import os
@@ -41,6 +42,7 @@ DELAYS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 LIMIT_S = 30.0
 
 _BLOCK_BYTES = 2**20
+BLOCK_BYTES = 16 * 2**20  # of what is read or written whole
 _MOST_BYTES_AT_ONCE = 2**26  # a read allocates the requested size, however few bytes arrive
 
 # These errors describe the path itself, and trying again does not change them.
@@ -197,6 +199,20 @@ def blocks(path: Path, size: int) -> Iterator[bytes]:
     with CheckpointFile(path) as file:
         while block := file.read(size):
             yield block
+
+
+def digest(path: Path) -> tuple[int, str]:
+    """Return the size of a file and its SHA-256.
+
+    Raises:
+        OSError: the file does not exist.
+        UnreadableError: it cannot be read.
+    """
+    sha256, size = hashlib.sha256(), 0
+    for block in blocks(path, BLOCK_BYTES):
+        sha256.update(block)
+        size += len(block)
+    return size, sha256.hexdigest()
 
 
 class CheckpointFile(io.RawIOBase):

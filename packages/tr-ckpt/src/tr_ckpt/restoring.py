@@ -17,11 +17,12 @@ from tr_ckpt.discovery import Age, Found
 from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError, UnreadableError
 from tr_ckpt.hf_import import conversion
 from tr_ckpt.hf_import.fitting import fit
-from tr_ckpt.layout import Layout, layout_of, may_have_layout
+from tr_ckpt.layout import Layout, layout_of
 from tr_ckpt.manifest import Manifest
 from tr_ckpt.names import MANIFEST
 from tr_ckpt.ranks import Ranks
 from tr_ckpt.reader import CheckpointReader
+from tr_ckpt.tensor_file import may_have_layout
 from tr_log.formatting import printable
 
 logger = logging.getLogger(__name__)

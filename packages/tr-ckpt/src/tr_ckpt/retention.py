@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tr_ckpt import discovery, files, names, reader, reads, staging
+from tr_ckpt import discovery, files, processes, reader, reads, staging
 from tr_ckpt.discovery import Age, Found, Seen
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError, FolderInUseError, UnreadableError, first_three
 
@@ -122,13 +122,13 @@ def remove(found: Found) -> None:
         OSError: it could not be renamed, and is unchanged, or its new name could not be synced.
     """
     logger.debug("removing %s: it is beyond the limit", found.name)
-    dropped = names.temporary(found.path.parent, "removed", found.name)
+    dropped = processes.temporary(found.path.parent, "removed", found.name)
     try:
         files.rename(found.path, dropped)
         # Otherwise a power cut could remove files but keep the name.
         files.sync_folder(found.path.parent)
     except OSError:
-        names.release(dropped)
+        processes.release(dropped)
         raise
     staging.discard(dropped)
 

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tr_ckpt import discovery, manifest, names, plan, reads
-from tr_ckpt.errors import explain_save_errors
+from tr_ckpt import discovery, files, manifest, names, plan, processes, reads
 from tr_ckpt.files import Unsynced
 from tr_ckpt.folder_lock import FolderLock
 from tr_ckpt.host_buffers import HostBuffers
@@ -91,7 +90,7 @@ class Saving:
             names.check_names(parts)
             if self._staging is None:
                 return None
-            with explain_save_errors(self.name, self._directory):
+            with files.explain_save_errors(self.name, self._directory):
                 self._lock.claim()
                 self._added = self._staging.begin(write_extra)
                 names.check_free(self._added, parts)
@@ -124,7 +123,7 @@ class Saving:
             if self._buffers is not None:
                 self._buffers.finish()
             if self._records is not None:
-                self._records.processes = self._ranks.together(self._what, names.this_process)
+                self._records.processes = self._ranks.together(self._what, processes.this_process)
                 self._records.lost = self._ranks.lost
 
     def _take(self, part: str, target: Any) -> None:
@@ -168,7 +167,7 @@ class Saving:
         return self._ranks.apart(self._what, work, give_up=self._unsynced.give_up)
 
     def _require_folder(self) -> None:
-        with explain_save_errors(self.name, self._directory):
+        with files.explain_save_errors(self.name, self._directory):
             if reads.is_folder(self._folder):
                 return
         raise OSError(
@@ -177,13 +176,13 @@ class Saving:
         )
 
     def _write(self, planned: Iterable[FileToWrite]) -> None:
-        with explain_save_errors(self.name, self._directory):
+        with files.explain_save_errors(self.name, self._directory):
             for file in planned:
                 self._written.setdefault(file.part, {})[file.name] = file.write(self._folder, self._unsynced)
 
     def _write_rest(self) -> Written:
         self._write(self._copied)
-        with explain_save_errors(self.name, self._directory):
+        with files.explain_save_errors(self.name, self._directory):
             if self._staging is not None:
                 self._written[""] = self._staging.seal(self._added, self._unsynced)
             self._unsynced.sync()
@@ -192,7 +191,7 @@ class Saving:
     def _commit(self, written: list[Written]) -> None:
         if self._staging is None:
             return
-        with explain_save_errors(self.name, self._directory):
+        with files.explain_save_errors(self.name, self._directory):
             sequence = discovery.next_sequence(self._directory, self._prefix, self._known.seen)
             described = manifest.describe(self._step, self._ranks.total, written, sequence=sequence)
             manifest.write(self._folder, described, self._unsynced)

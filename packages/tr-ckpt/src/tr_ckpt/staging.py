@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tr_ckpt import discovery, files, manifest, names, reads
+from tr_ckpt import discovery, files, manifest, names, processes, reads
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.files import FileRecord, Unsynced
 from tr_log.formatting import printable
@@ -30,7 +30,7 @@ class Staging:
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
         self.final = directory / name
-        self.folder = names.temporary(directory, "writing", name)
+        self.folder = processes.temporary(directory, "writing", name)
 
     def begin(self, write_extra: Callable[[Path], None] | None) -> list[str]:
         """Make the temporary folder, let the caller add its files, and return their paths in it.
@@ -82,9 +82,9 @@ class Staging:
         try:
             self._take_place(aside)
         finally:
-            names.release(self.folder)
+            processes.release(self.folder)
             if aside is not None:  # also after an error: the next save restores or removes it
-                names.release(aside)
+                processes.release(aside)
         if aside is not None and aside.name.startswith(".tmp-") and _is_sound(self.final):
             look()
             discard(aside)
@@ -105,7 +105,7 @@ class Staging:
 
     def _step_aside(self) -> Path:
         if reads.is_there(self.final / names.MANIFEST):
-            aside = names.temporary(self.directory, "replaced", self.final.name)
+            aside = processes.temporary(self.directory, "replaced", self.final.name)
         else:
             # A checkpoint of another program, perhaps the only copy. Never removed.
             number = 1
@@ -115,7 +115,7 @@ class Staging:
         try:
             files.rename(self.final, aside)
         except OSError:
-            names.release(aside)
+            processes.release(aside)
             raise
         return aside
 
@@ -136,7 +136,7 @@ def discard(folder: Path) -> None:
         pass
     except OSError as error:
         logger.warning("%s could not be removed (%s); the next save tries again", folder, error)
-    names.release(folder)
+    processes.release(folder)
 
 
 def clear_abandoned(directory: Path, listed: Iterable[str] | None = None) -> None:
@@ -152,7 +152,7 @@ def clear_abandoned(directory: Path, listed: Iterable[str] | None = None) -> Non
     """
     synced = False
     for left in names.temporaries(directory, listed):
-        if not left.is_abandoned():
+        if not processes.is_abandoned(left):
             continue
         final = directory / left.target
         if left.kind == "replaced" and not reads.is_there(final / names.MANIFEST):
@@ -185,7 +185,7 @@ def cut_short(directory: Path, kind: str, target: str | None = None) -> list[Pat
         for left in names.temporaries(directory)
         if left.kind == kind
         and (target is None or left.target == target or left.target.startswith(nested))
-        and left.is_abandoned()
+        and processes.is_abandoned(left)
     ]
 
 

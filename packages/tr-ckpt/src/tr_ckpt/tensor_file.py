@@ -193,6 +193,17 @@ def find_distributed(state: Any, steps: tuple[str, ...] = ()) -> Iterator[tuple[
             yield from find_distributed(value, (*steps, str(number)))
 
 
+def may_have_layout(target: Any) -> bool:
+    """Whether `target` holds DTensors, or says itself how its tensors are distributed."""
+    if not may_exist():
+        return False
+    if isinstance(target, torch.nn.Module):
+        return any(map(is_distributed, (*target.parameters(), *target.buffers())))
+    if isinstance(target, torch.optim.Optimizer):
+        return any(is_distributed(parameter) for group in target.param_groups for parameter in group["params"])
+    return hasattr(target, "tensor_layout")
+
+
 def unsupported(tensor: Any) -> str:
     """Return why a tensor cannot be saved, and what to do; empty if it can."""
     if is_distributed(tensor):

@@ -32,8 +32,9 @@ from tr_ckpt.errors import CheckpointError, PushError
 from tr_ckpt.hf_import import state_files, trainer_files
 from tr_ckpt.hub import resume
 from tr_ckpt.hub.hub_repository import HubRepository
-from tr_ckpt.names import MANIFEST, Process, this_process
+from tr_ckpt.names import MANIFEST
 from tr_ckpt.plan import Held, whole
+from tr_ckpt.processes import Process, this_process
 from tr_ckpt.reader import CheckpointReader
 from tr_ckpt.sharded.exporting import config_with_dtype
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tr_ckpt import files, names, staging
+from tr_ckpt import files, names, processes, staging
 from tr_ckpt.command import selection
 from tr_ckpt.command.terminal import say
 from tr_ckpt.errors import CheckpointError, DamagedCheckpointError
@@ -33,7 +33,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     entry = selection.select_one(Path(arguments.checkpoint).expanduser(), arguments.prefix)
     for left in staging.cut_short(target.parent, "writing", target.name):
         staging.discard(left)
-    fresh = names.temporary(target.parent, "writing", target.name) if arguments.overwrite else target
+    fresh = processes.temporary(target.parent, "writing", target.name) if arguments.overwrite else target
     try:
         made = export(
             entry.found.path,
@@ -51,7 +51,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     finally:
         if fresh != target and fresh.exists():
             staging.discard(fresh)
-        names.release(fresh)
+        processes.release(fresh)
     say(f"{target}: {arguments.part} of {entry.found.name}, step {entry.step}")
     for path in made:
         say(f"  {path}  {size((target / path).stat().st_size)}")
@@ -80,7 +80,7 @@ def _check_target(target: Path, prefix: str, *, overwrite: bool) -> None:
 
 def _replace(target: Path, fresh: Path) -> None:
     """Replace `target` by `fresh`; the old folder is removed afterwards."""
-    aside = names.temporary(target.parent, "removed", target.name)
+    aside = processes.temporary(target.parent, "removed", target.name)
     try:
         if target.exists():
             files.rename(target, aside)
@@ -94,7 +94,7 @@ def _replace(target: Path, fresh: Path) -> None:
     finally:
         if target.exists() and aside.exists():
             staging.discard(aside)
-        names.release(aside)
+        processes.release(aside)
     for left in staging.cut_short(target.parent, "removed", target.name):
         staging.discard(left)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, names, reader, reads
+from tr_ckpt import discovery, names, processes, reader, reads
 from tr_ckpt.command import selection
 from tr_ckpt.command.selection import COMPLETE, DAMAGED, UNREADABLE, Entry
 from tr_ckpt.command.terminal import Column, Progress, render, say, say_lines, terminal_width
@@ -174,7 +174,8 @@ def _abandoned(directory: Path) -> list[dict[str, Any]]:
             "name": left.path.name,
             "kind": left.kind,
             "target": left.target,
-            "abandoned": left.is_abandoned() if left.is_visible() else None,  # not known from here
+            # Not known from here where its maker cannot be seen.
+            "abandoned": processes.is_abandoned(left) if processes.is_maker_visible(left) else None,
         }
         for left in names.temporaries(directory)
     ]
@@ -200,7 +201,7 @@ def _left(left: list[dict[str, Any]]) -> list[str]:
         elif each["abandoned"] is None:
             lines.append(
                 f"{each['name']}: of a run on another machine or in another container, {doing}; a run that saves here "
-                f"clears it away once nothing has changed in it for {names.STILL_S:.0f} s"
+                f"clears it away once nothing has changed in it for {processes.STILL_S:.0f} s"
             )
         else:
             lines.append(f"{each['name']}: a run is {doing} now")

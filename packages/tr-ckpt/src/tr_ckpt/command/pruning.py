@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from tr_ckpt import discovery, files, manifest, names, retention, staging, tensor_file, untrusted
+from tr_ckpt import discovery, files, manifest, names, processes, retention, staging, tensor_file, untrusted
 from tr_ckpt.command import selection
 from tr_ckpt.command.listing import verify
 from tr_ckpt.command.selection import COMPLETE, Entry, bytes_below
@@ -194,7 +194,7 @@ def _check_readable(folder: Path, changed: Iterable[str]) -> None:
 
 def _write_manifest(folder: Path, described: Manifest) -> FileRecord:
     """Replace the manifest; a crash leaves either the old or the new one."""
-    beside = names.temporary(folder.absolute().parent, "writing", folder.absolute().name)
+    beside = processes.temporary(folder.absolute().parent, "writing", folder.absolute().name)
     files.make_folder(beside)
     try:
         record = manifest.write(beside, described)
@@ -204,5 +204,5 @@ def _write_manifest(folder: Path, described: Manifest) -> FileRecord:
         files.sync_folder(folder)
     finally:
         staging.discard(beside)
-        names.release(beside)
+        processes.release(beside)
     return record

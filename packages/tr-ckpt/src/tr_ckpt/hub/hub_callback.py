@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import files, names
+from tr_ckpt import files, names, processes
 from tr_ckpt.errors import CheckpointError, PushError, first_three
 from tr_ckpt.hub import push_queue, snapshot
 from tr_ckpt.hub.hub_repository import HubRepository
@@ -306,7 +306,7 @@ class HubCallback(EveryEvent):
         with self._lock:
             carried = {**self._missing, **checkpoints}
             self._missing.clear()
-        copy = names.temporary(self.output_dir, "pushing", self.prefix)
+        copy = processes.temporary(self.output_dir, "pushing", self.prefix)
         reason = None
         try:
             files.make_folders(copy)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tr_ckpt import discovery, files, manifest, names, reader, staging, untrusted
+from tr_ckpt import discovery, files, manifest, names, processes, reader, staging, untrusted
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError, Damage, DamagedCheckpointError, PushError
 from tr_ckpt.hub.hub_callback import LAST
@@ -200,7 +200,7 @@ def fetched(
     try:
         yield folder
     except BaseException:
-        names.release(folder.parent)
+        processes.release(folder.parent)
         raise
     if ranks.rank == 0:
         staging.discard(folder.parent)
@@ -234,7 +234,7 @@ def fetch(repository: HubRepository, directory: Path, prefix: str) -> Path:
         try:
             return _newest_valid(commit, candidates, into, prefix)
         except BaseException:
-            names.release(into)
+            processes.release(into)
             raise
     except PushError as error:
         failure = str(error)
@@ -256,9 +256,9 @@ def _repository(source: str, own: Callable[[], HubRepository] | None) -> HubRepo
 def _folder_for(commit: Commit, directory: Path) -> Path:
     """Make the temporary folder of a download, or reuse that of a dead process."""
     files.make_folders(directory)
-    into = names.temporary(directory, "fetched", commit.sha)
+    into = processes.temporary(directory, "fetched", commit.sha)
     for left in names.temporaries(directory):
-        if left.kind == "fetched" and left.target == commit.sha and left.is_abandoned():
+        if left.kind == "fetched" and left.target == commit.sha and processes.is_abandoned(left):
             files.rename(left.path, into)
             return into
     files.make_folder(into)

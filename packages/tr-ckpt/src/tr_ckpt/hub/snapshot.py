@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tr_ckpt import files, manifest, names, staging
+from tr_ckpt import files, manifest, names, processes, staging
 from tr_ckpt.errors import CheckpointError
 
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -199,7 +199,7 @@ def discard(copy: Path) -> None:
     """Remove a copy, if it exists; after a failure the next save removes it."""
     if copy.exists():
         staging.discard(copy)
-    names.release(copy)
+    processes.release(copy)
 
 
 def _absent(source: Path, target: Path, names: Iterable[str]) -> Iterator[tuple[Path, Path]]:

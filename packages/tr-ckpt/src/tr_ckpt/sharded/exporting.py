@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tr_ckpt import discovery, files, folder_lock, names, reads, staging, tensor_file
+from tr_ckpt import discovery, files, processes, reads, staging, tensor_file
 from tr_ckpt.discovery import Found
 from tr_ckpt.errors import CheckpointError
 from tr_ckpt.manifest import Manifest
@@ -111,10 +111,10 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is no empty folder; give another")
     described = _checked(source, part)
-    folder_lock.begin_beating()
+    processes.begin_beating()
     for left in staging.cut_short(target.parent, "writing", target.name):
         staging.discard(left)
-    folder = names.temporary(target.parent, "writing", target.name)
+    folder = processes.temporary(target.parent, "writing", target.name)
     try:
         files.make_folders(target.parent)
         files.fsync_parents(target.parent)
@@ -132,7 +132,7 @@ def export(
             staging.discard(folder)
         raise
     finally:
-        names.release(folder)
+        processes.release(folder)
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
