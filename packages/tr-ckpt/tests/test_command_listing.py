@@ -14,7 +14,7 @@ import time
 import pytest
 from ckpt_parts import flip, foreign, parts, rewritten, save
 
-from tr_ckpt import Checkpointer, discovery, files
+from tr_ckpt import Checkpointer, discovery, files, reads
 from tr_ckpt.command import listing, main
 from tr_ckpt.command.terminal import Progress
 
@@ -296,7 +296,7 @@ def test_a_file_that_cannot_be_read_is_damage_in_words(run, trainer_ckpt, monkey
         raise OSError(5, "Input/output error")
 
     flip(run / "checkpoint-20" / "model.json")
-    monkeypatch.setattr(files, "record", record)
+    monkeypatch.setattr(reads, "digest", record)
     assert "model.json cannot be read: Input/output error" in trainer_ckpt("verify", run / "checkpoint-20", code=1).out
 
 

@@ -25,7 +25,6 @@ from tr_ckpt import (
     command,
     files,
     folder_lock,
-    names,
     processes,
     retention,
     staging,
@@ -202,7 +201,7 @@ ELSEWHERE = [{"host": "elsewhere"}, {"boot": "0a1b2c3d", "numbering": "0a1b2c3d"
 
 @pytest.mark.parametrize("changes", ELSEWHERE, ids=["another name", "another boot"])
 def test_another_machine_that_shows_no_life_is_taken_over_after_a_while(tmp_path, caplog, monkeypatch, changes):
-    monkeypatch.setattr(names, "_machine", lambda: "a machine")
+    monkeypatch.setattr(processes, "_machine", lambda: "a machine")
     left_by(tmp_path, **changes)
     begun = time.monotonic()
     FolderLock(tmp_path).claim()
@@ -214,7 +213,7 @@ def test_another_machine_that_shows_no_life_is_taken_over_after_a_while(tmp_path
 
 @pytest.mark.parametrize("changes", ELSEWHERE, ids=["another name", "another boot"])
 def test_another_machine_that_lives_is_respected(tmp_path, monkeypatch, changes):
-    monkeypatch.setattr(names, "_machine", lambda: "a machine")
+    monkeypatch.setattr(processes, "_machine", lambda: "a machine")
     monkeypatch.setattr(processes, "STILL_S", 60.0)  # it gives signs more often, on a busy machine too
     owner = left_by(tmp_path, **changes)
     ended = threading.Event()
@@ -532,7 +531,7 @@ def run_script(program, *arguments):
 
 
 def test_what_dead_processes_left_is_cleared_only_by_who_holds_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "STILL_S", 0.0)
+    monkeypatch.setattr(processes, "STILL_S", 0.0)
     left = tmp_path / ".tmp-writing-checkpoint-7@elsewhere@12@0a1b2c3d"
     left.mkdir()
     with held_elsewhere(tmp_path), pytest.raises(FolderInUseError):

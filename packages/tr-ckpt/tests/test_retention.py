@@ -115,7 +115,7 @@ def test_one_that_cannot_be_removed_is_reported_and_tried_again(tmp_path, monkey
         checkpointer.save(2, parts(2))
     assert checkpointer.steps() == [1, 2]
     assert "checkpoint-1 could not be removed ([Errno 13] Permission denied); the next save tries again" in caplog.text
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         checkpointer.save(3, parts(3))
     assert checkpointer.steps() == [3]
     assert "removing checkpoint-1: it is beyond the limit" in caplog.text

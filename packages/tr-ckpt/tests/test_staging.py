@@ -11,7 +11,7 @@ import pytest
 from ckpt_faults import Faults, Killed
 from ckpt_parts import listed, number_of, parts, restored
 
-from tr_ckpt import Checkpointer, files, names, processes
+from tr_ckpt import Checkpointer, files, processes
 from tr_ckpt.command import main
 
 
@@ -31,7 +31,7 @@ def dead_pid():
 
 @pytest.mark.parametrize("kind", ["writing", "removed", "replaced", "pushing"])
 def test_what_a_dead_process_left_is_cleared_at_the_next_save(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "STILL_S", 0.0)
+    monkeypatch.setattr(processes, "STILL_S", 0.0)
     Checkpointer(tmp_path).save(1, parts(1))
     folders = [leave(tmp_path, kind, pid=dead_pid()), leave(tmp_path, kind, host="gone"), leave(tmp_path, kind)]
     Checkpointer(tmp_path).save(2, parts(2))
@@ -55,7 +55,7 @@ def test_what_another_machine_works_on_stays_until_nothing_changes_there(tmp_pat
     folder = leave(tmp_path, "writing", host="elsewhere", target="export")
     checkpointer = Checkpointer(tmp_path)
     checkpointer.claim()
-    monkeypatch.setattr(names, "STILL_S", 1e-9)  # so that each look finds what did not change since the last
+    monkeypatch.setattr(processes, "STILL_S", 1e-9)  # so that each look finds what did not change since the last
     for step, change in enumerate((
         lambda: (folder / "half").write_bytes(b"xx"),
         lambda: (folder / "deep").mkdir(),
@@ -71,7 +71,7 @@ def test_what_another_machine_works_on_stays_until_nothing_changes_there(tmp_pat
 
 def test_what_another_machine_left_is_watched_from_the_claim_on(tmp_path, monkeypatch):
     folder = leave(tmp_path, "writing", host="elsewhere")
-    monkeypatch.setattr(names, "STILL_S", 1e-9)
+    monkeypatch.setattr(processes, "STILL_S", 1e-9)
     Checkpointer(tmp_path).save(1, parts(1))
     assert not folder.exists()
 
@@ -89,7 +89,7 @@ def test_who_works_on_a_folder_shows_it_to_other_machines(tmp_path):
 
 
 def test_a_folder_of_a_machine_before_its_restart_is_cleared_whoever_has_the_number_now(tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "STILL_S", 0.0)
+    monkeypatch.setattr(processes, "STILL_S", 0.0)
     ours = processes.temporary(tmp_path, "writing", "checkpoint-1")
     processes.release(ours)
     process = processes.this_process()
