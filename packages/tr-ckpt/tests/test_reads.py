@@ -16,7 +16,7 @@ from tr_ckpt import (
     SaveError,
     UnreadableError,
     discovery,
-    lock_file,
+    folder_lock,
     manifest,
     reads,
 )
@@ -35,7 +35,7 @@ def saved(tmp_path):
 
 
 def folders(directory):
-    return sorted(path.name for path in directory.iterdir() if path.name != lock_file.NAME)
+    return sorted(path.name for path in directory.iterdir() if path.name != folder_lock.NAME)
 
 
 def reads_of_a_restore(directory):
