@@ -224,9 +224,17 @@ def test_an_error_of_another_kind_gets_no_note_of_this_kind(make_trainer):
 def test_an_error_of_a_callback_is_no_error_of_the_batch(make_trainer):
     class Failing:
         def on_step_end(self, args, state, control, **kwargs):
+            reads.append(len(data.read))
             raise IndexError("list index out of range")
 
-    data = [{"x": row["x"]} for row in samples(8)]
+    class Noted(list):
+        read = []
+
+        def __getitem__(self, index):
+            self.read.append(index)
+            return super().__getitem__(index)
+
+    data, reads = Noted({"x": row["x"]} for row in samples(8)), []
 
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -235,3 +243,4 @@ def test_an_error_of_a_callback_is_no_error_of_the_batch(make_trainer):
     with pytest.raises(IndexError) as caught:
         make_trainer(trainer_class=Own, train_dataset=data, callbacks=[Failing()]).train()
     assert getattr(caught.value, "__notes__", []) == []
+    assert reads == [len(data.read)] != [0]

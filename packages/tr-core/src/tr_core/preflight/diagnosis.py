@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
@@ -43,6 +44,11 @@ class Failure:
         return passed_through(self.error, *_COMPUTES)
 
     @property
+    def is_of_loader(self) -> bool:
+        """Whether a micro-batch could not be read or made."""
+        return passed_through(self.error, *_MAKES_BATCHES)
+
+    @property
     def lost_device(self) -> bool:
         """Whether an index was wrong on a GPU: nothing on it can be read any more, and the place is not known."""
         return self.computes and "device-side assert" in str(self.error)
@@ -73,14 +79,14 @@ class Failure:
         data = next((data for place in given if (data := self.local(*place)) is not None), own)
         return self.trainer.eval_dataset[data] if isinstance(data, str) else data
 
-    @property
+    @cached_property
     def samples(self) -> list[Any]:
-        """The samples that cannot be made a batch, or the first ones of the data."""
+        """The samples that cannot be made a batch, or the first one of the data."""
         for function in ("_collated", "collate"):
             if found := self.local(function, "samples") or self.local(function, "read"):
                 return found
         with suppress(Exception):
-            return [sample for _, sample in scan(self.data, 256)]
+            return [sample for _, sample in scan(self.data, 1)]
         return []
 
 
@@ -103,7 +109,12 @@ def explain(error: Exception, trainer: TrainerMethods) -> None:
 
 
 def diagnose(failure: Failure) -> tuple[str, str] | None:
-    """Return the code and the words of the first row that fits a failure; None if none does."""
+    """Return the code and the words of the first row that fits a failure; None if none does.
+
+    An error of other origin, as of a callback, has no row: the data would be read for nothing.
+    """
+    if not (failure.computes or failure.is_of_loader or isinstance(failure.error, FloatingPointError)):
+        return None
     found = ((code, says(failure)) for code, says in _TABLE)
     return next(((code, text) for code, text in found if text), None)
 
@@ -238,13 +249,13 @@ def labels_of(data: Any, names: list[str], most: int = 10_000) -> Iterator[tuple
 
 def _no_samples(failure: Failure) -> str | None:
     data = failure.data
-    if hasattr(data, "iloc") and passed_through(failure.error, *_MAKES_BATCHES):
+    if hasattr(data, "iloc") and failure.is_of_loader:
         return (
             f"the data set is a {type(data).__name__}, whose [0] is a column and no sample: give its rows, as "
             "datasets.Dataset.from_pandas(frame) or frame.to_dict('records')"
         )
     first = next(iter(failure.samples), None)
-    if not isinstance(first, str) or not (failure.computes or passed_through(failure.error, *_MAKES_BATCHES)):
+    if not isinstance(first, str) or not (failure.computes or failure.is_of_loader):
         return None
     return (
         f"the data set holds strings such as {first[:40]!r}, and a sample is a mapping of columns: tokenize them "
@@ -256,7 +267,7 @@ def _text(failure: Failure) -> str | None:
     inputs, first = failure.inputs, next(iter(failure.samples), None)
     collator = failure.trainer.data_collator
     is_own = getattr(collator, "__module__", type(collator).__module__).partition(".")[0] in ("tr_core", "transformers")
-    if not isinstance(first, Mapping) or not (inputs is not None or passed_through(failure.error, *_MAKES_BATCHES)):
+    if not isinstance(first, Mapping) or not (inputs is not None or failure.is_of_loader):
         return None
     given = inputs if inputs is not None else first
     words = [name for name, value in first.items() if _is_text(value) and name not in failure.trainer.label_names]
