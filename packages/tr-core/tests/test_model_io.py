@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models import Classifier
 from torch import nn
+from torch.nn import functional as F
 
 from tr_core.model_io import (
     accepts_count,
@@ -42,67 +43,123 @@ class Causal(Pretrained):
         return self.loss_function(ids, labels, **kwargs)
 
 
-class SmallForCausalLM(Causal): ...
-
-
-class Renamed(SmallForCausalLM): ...
-
-
-class SmallLMHeadModel(Causal): ...
-
-
-class SmallForMaskedLM(Causal):
+class Masked(Causal):
     function = named("ForMaskedLMLoss")
 
 
-class SmallForTokenClassification(Causal): ...
+class OwnShifted(Pretrained):
+    loss_type = "ForCausalLM"
+
+    def forward(self, ids, labels=None):
+        shift_labels = labels[..., 1:]
+        return F.cross_entropy(ids, shift_labels)
 
 
-class SmallForMultipleChoice(Causal): ...
+class Own(Pretrained):
+    loss_type = "ForCausalLM"
+
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(ids, labels)
 
 
-class BartForCausalLM(Causal):
+class OwnModule(Pretrained):
+    def forward(self, ids, labels=None):
+        return nn.CrossEntropyLoss()(ids, labels)
+
+
+class Unreduced(Pretrained):
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(ids, labels, reduction="none").sum()
+
+
+class UnreducedModule(Pretrained):
+    def forward(self, ids, labels=None):
+        kind = "none"
+        return nn.CrossEntropyLoss(reduction=kind)(ids, labels).sum()
+
+
+class Regression(Pretrained):
+    def forward(self, ids, labels=None):
+        return F.mse_loss(ids, labels)
+
+
+class Typed(Regression):
     loss_type = "ForCausalLM"
 
 
-class Typed(Causal):
-    loss_type = "ForCausalLM"
+class CallsParent(Causal):
+    def forward(self, ids, labels=None, **kwargs):
+        return super().forward(ids, labels, **kwargs)
 
 
-class ForCausalLM(nn.Module):
-    """Not of transformers."""
+class CallsParentsOwn(OwnShifted):
+    def forward(self, ids, labels=None):
+        return super().forward(ids, labels)
+
+
+class Replaces(OwnShifted):
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(ids, labels)
+
+
+class InAMethod(Pretrained):
+    def forward(self, ids, labels=None):
+        return self.compute_loss(ids, labels)
+
+    def compute_loss(self, ids, labels):
+        shift_labels = labels[..., 1:]
+        return F.nll_loss(ids, shift_labels)
+
+
+class ElsewhereThanLoss(Pretrained):
+    def forward(self, ids, labels=None):
+        return self.head(ids, labels)
+
+    def head(self, ids, labels):
+        return F.cross_entropy(ids, labels)
+
+
+class NotOfTransformers(nn.Module):
+    def forward(self, ids, labels=None):
+        shift_labels = labels[..., 1:]
+        return F.cross_entropy(ids, shift_labels)
 
 
 def encoder_decoder():
-    model = SmallForCausalLM()
+    model = Causal()
     model.config = SimpleNamespace(is_encoder_decoder=True)
     return model
 
 
-def with_another_loss():
-    model = SmallForCausalLM()
-    model.function = named("own").__func__
+def with_another_forward():
+    model = Causal()
+    model.forward = lambda ids, labels=None: F.cross_entropy(ids, labels)
     return model
 
 
 @pytest.mark.parametrize(
     ("make", "shifts", "averages"),
     [
-        (SmallForCausalLM, True, True),
-        (Renamed, True, True),
-        (SmallLMHeadModel, True, True),
-        (Typed, True, True),
-        (BartForCausalLM, False, True),
-        (SmallForMaskedLM, False, True),
-        (SmallForTokenClassification, False, True),
-        (SmallForMultipleChoice, False, False),
-        (Causal, False, False),
-        (ForCausalLM, False, False),
-        (encoder_decoder, False, True),
-        (with_another_loss, False, True),
+        (Causal, True, False),
+        (Masked, False, False),
+        (OwnShifted, True, True),
+        (Own, False, True),
+        (OwnModule, False, True),
+        (Unreduced, False, False),
+        (UnreducedModule, False, False),
+        (Regression, False, False),
+        (Typed, True, False),
+        (CallsParent, True, False),
+        (CallsParentsOwn, True, True),
+        (Replaces, False, True),
+        (InAMethod, True, True),
+        (ElsewhereThanLoss, False, False),
+        (NotOfTransformers, False, False),
+        (encoder_decoder, False, False),
+        (with_another_forward, True, False),  # what wraps a forward may well call it
     ],
 )
-def test_the_class_of_a_model_declares_whether_labels_are_shifted_and_averaged(make, shifts, averages):
+def test_what_a_forward_calls_says_whether_labels_are_shifted_and_averaged(make, shifts, averages):
     model = make()
     assert shifts_targets(model) is shifts
     assert averages_over_targets(model) is averages

@@ -279,7 +279,7 @@ class LossRule:
         With several ranks only the first batch is: all ranks have one, and their forwards may wait for each other.
 
         Args:
-            is_own: whether `Trainer.compute_loss` computes it, so that the model's class tells what it is.
+            is_own: whether `Trainer.compute_loss` computes it, so that the model's code tells what it is.
         """
         self._gave_count = True
         is_known = self.evaluated is not None or self.observed or (is_own and self._averages_over_targets)
@@ -298,7 +298,7 @@ class LossRule:
         """Whether the loss of an evaluation batch is a mean over its targets, not over its samples.
 
         It is if it is divided by the count, or if the losses of training are. It also is if the model computes the loss
-        itself and its class declares such a mean.
+        itself and its code shows such a mean.
 
         Args:
             takes_count: whether `compute_loss` takes the count.
