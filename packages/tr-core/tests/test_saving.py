@@ -359,3 +359,18 @@ def test_save_model_writes_what_the_script_chose(make_trainer, tmp_path):
     trainer = make_trainer(8, model=last_layer_alone(Classifier()))
     trainer.save_model(tmp_path / "saved")
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == {"layers.3.weight", "layers.3.bias"}
+
+
+def test_save_model_keeps_the_folders_of_a_model_that_writes_itself(make_trainer, tmp_path):
+    class Own(Classifier):
+        def save_pretrained(self, folder, state_dict=None):
+            (Path(folder) / "1_Pooling").mkdir()
+            (Path(folder) / "1_Pooling" / "config.json").write_text("{}")
+            (Path(folder) / "2_Normalize").mkdir()  # a part without a setting
+
+    trainer = make_trainer(model=Own())
+    for _ in range(2):
+        trainer.save_model(str(tmp_path / "model"))
+    found = {str(path.relative_to(tmp_path / "model")) for path in (tmp_path / "model").rglob("*")}
+    assert found >= {"1_Pooling/config.json", "2_Normalize"}
+    assert ".unfinished" not in found

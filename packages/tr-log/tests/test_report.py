@@ -210,6 +210,13 @@ def test_the_end_of_a_run_says_what_it_came_to(tmp_path, caplog):
     ]
 
 
+def test_a_run_without_events_has_its_page_and_no_ending(tmp_path, caplog):
+    folder = write_run(tmp_path / "run", entries=[{"step": 1, "loss": 0.5}])
+    with caplog.at_level("INFO", "tr_log"):
+        ReportFile().on_train_end(SimpleNamespace(output_dir=folder), SimpleNamespace(is_world_process_zero=True), None)
+    assert (caplog.messages, (folder / "report.html").is_file()) == ([], True)
+
+
 def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path):
     events = [start_event(1.0), end_event(2.0, 1, status="stopped")]
     assert result_of(RunFolder.read(write_run(tmp_path, events))).endswith("train(resume_from_checkpoint=True)")

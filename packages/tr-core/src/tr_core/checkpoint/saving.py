@@ -85,11 +85,10 @@ def _whole_files(folder: Path) -> Iterator[Path]:
         if (folder / MODEL_CARD).is_file():  # PEFT adds to the one that is there
             shutil.copyfile(folder / MODEL_CARD, beside / MODEL_CARD)
         yield beside
-        written = sorted(path for path in beside.rglob("*") if not path.is_dir())
+        written = sorted(beside.rglob("*"))  # a folder before what it holds
         for path in written:
             target = folder / path.relative_to(beside)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
+            target.mkdir(exist_ok=True) if path.is_dir() else path.replace(target)
         kept = {path.name for path in written}
         if any(map(_PIECE.fullmatch, kept)) or WEIGHTS_NAME in kept:  # pieces of a model that was saved there before
             for path in folder.iterdir():

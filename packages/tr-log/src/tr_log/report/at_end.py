@@ -34,8 +34,9 @@ class ReportFile(EveryEvent):
         folder = Path(args.output_dir)
         try:
             (run,) = write_report([folder], folder / REPORT_FILE)
-            level = logging.DEBUG if getattr(state, "is_hyper_param_search", False) else logging.INFO
-            logger.log(level, "training %s at step %d%s", run.status, run.step, result_of(run))
+            if run.sessions:  # without `EventsFile` nothing says how the training ended, and where its time went
+                level = logging.DEBUG if getattr(state, "is_hyper_param_search", False) else logging.INFO
+                logger.log(level, "training %s at step %d%s", run.status, run.step, result_of(run))
         except Exception as error:  # a page must not cost a finished training
             logger.warning(
                 "the report of this run was not written: %s: %s; `trainer report %s` writes it",
