@@ -344,7 +344,7 @@ def attack(session: nox.Session) -> None:
 def resume(session: nox.Session) -> None:
     """Stop a run at every step, go on with it, and compare the ends bit by bit, in every combination of settings."""
     session.install(*PYTEST, *EVERYTHING, *CONSTRAINTS)
-    session.run("python", "tests/resume_training.py", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("python", "tests/resume_session.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

@@ -169,6 +169,14 @@ def test_the_loop_asks_for_no_availability_and_no_integration():
     assert not re.search(r"hasattr|getattr|_available|deepspeed|fsdp|xla|galore|lomo|import_module", text)
 
 
+def test_every_file_that_a_session_names_exists():
+    constants = (node.value for node in ast.walk(tree(ROOT / "noxfile.py")) if isinstance(node, ast.Constant))
+    texts = [text for text in constants if isinstance(text, str)]
+    named = [text for text in texts if re.fullmatch(r"(packages|tests|tools)/\S+\.\w+", text)]
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_no_path_of_this_machine_is_written_down():
     pattern = re.compile("|".join(re.escape(f"{folder}/") for folder in (Path.home(), ROOT)))
     hits = [
