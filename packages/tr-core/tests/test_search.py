@@ -11,7 +11,8 @@ from support.models import Classifier
 from tr_args.testing import Later, facts
 from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_core.search import BestRun, TrialPrunedError, default_compute_objective
-from tr_core.search.search import on_rank_zero
+from tr_core.search.search import on_rank_zero, table_of_trials
+from tr_core.search.trial import TrialRecord
 
 optuna = pytest.importorskip("optuna", reason="a search needs optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -66,6 +67,37 @@ def test_every_trial_is_a_run_with_its_arguments_and_the_best_is_found(make_sear
     assert best.run_id == str(values.index(choose(values)))
     assert best.hyperparameters == best.run_summary[int(best.run_id)]["arguments"]
     assert len({run["args"]["learning_rate"] for run in recorder.runs}) == 5
+
+
+def test_it_ends_with_a_table_of_all_trials_the_best_first(make_search, caplog):
+    def model(trial):
+        if trial is not None and trial.number == 1:
+            raise ArithmeticError("too hard")
+        if trial is not None:
+            trial.suggest_categorical("width", [3])
+        return Classifier()
+
+    with caplog.at_level("INFO", "tr_core.trainer"):
+        best = make_search(model_init=model).hyperparameter_search(
+            space, n_trials=4, direction="maximize", catch=ArithmeticError
+        )
+    head, columns, first, *others = caplog.messages[-1].splitlines()
+    assert head.endswith("has 4 trials")
+    assert columns.split() == ["run", "state", "objective", "learning_rate", "num_train_epochs", "width"]
+    assert first.split()[0] == f"run-{best.run_id}"
+    assert first.split()[-1] == "3"
+    objectives = [float(line.split()[2]) for line in (first, *others[:-1])]
+    assert objectives == sorted(objectives, reverse=True)
+    assert others[-1].split()[:2] == ["run-1", "failed"]  # and no objective
+    assert len(others) == 3
+
+
+def test_a_long_table_of_trials_is_cut():
+    records = [TrialRecord(n, "complete", values=[float(n)]) for n in range(33)]
+    lines = table_of_trials(records, ["minimize"]).splitlines()
+    assert lines[2].split() == ["run-0", "complete", "0"]
+    assert lines[-1] == "  and 3 more"
+    assert len(lines) == 33
 
 
 def test_the_arguments_are_as_before_afterwards_also_after_an_exception(make_search):

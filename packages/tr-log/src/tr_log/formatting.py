@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -155,6 +155,12 @@ def evaluation(metrics: Mapping[str, Any]) -> list[str]:
     if "_samples_per_second" in timings:
         took.append(f"{value(metrics[timings['_samples_per_second']])} samples/s")
     return [*pieces, ", ".join(took)] if took else pieces
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, its cells in columns; rows have equally many cells."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def position(completed: int, total: int | None, unit: str = "it") -> str:

@@ -16,7 +16,7 @@ from tr_core.protocols import Collectives, Strategy
 from tr_core.search.arguments import changed, converted, default_compute_objective, default_hp_space
 from tr_core.search.trial import FixedTrial, Space, TrialPrunedError, TrialRecord
 from tr_core.trainer_methods import TrainerMethods
-from tr_log import get_logger
+from tr_log import formatting, get_logger
 
 if TYPE_CHECKING:
     from tr_core.search.study import SearchStudy
@@ -64,6 +64,33 @@ def choose_best(study: SearchStudy, args: TrainingArguments) -> BestRun | list[B
         for record in study.best()
     ]
     return runs[0] if study.has_one_objective else runs
+
+
+_MOST_SHOWN = 30
+"""Trials in the table at the end of a search."""
+
+
+def table_of_trials(records: Sequence[TrialRecord], directions: Sequence[str]) -> str:
+    """Return a line for each trial, the best first, then those without an objective; a value in a column of its own."""
+
+    def place(record: TrialRecord) -> tuple[bool, float]:
+        if record.state != "complete":
+            return True, record.number
+        return False, record.values[0] * (-1 if directions[0] == "maximize" else 1)
+
+    names = list(dict.fromkeys(name for record in records for name in record.hyperparameters))
+    heads = ["objective"] if len(directions) == 1 else [f"objective {n}" for n in range(1, len(directions) + 1)]
+    rows = [["run", "state", *heads, *names]]
+    for record in sorted(records, key=place)[:_MOST_SHOWN]:
+        values = record.values if record.state == "complete" else [None] * len(directions)
+        cells = [*values, *(record.hyperparameters.get(name) for name in names)]
+        rows.append(
+            [f"run-{record.number}", record.state, *("" if cell is None else formatting.value(cell) for cell in cells)]
+        )
+    left_out = len(records) - _MOST_SHOWN
+    return "".join(f"\n  {line}" for line in formatting.table(rows)) + (
+        f"\n  and {left_out} more" if left_out > 0 else ""
+    )
 
 
 Outcome = TypeVar("Outcome")
@@ -173,7 +200,13 @@ class Search:
         while (following := on_rank_zero(self._strategy, self._draw)) is not None:
             self.record, goes_on = following
             self._make_run(goes_on)
-        return on_rank_zero(self._strategy, lambda: choose_best(self._study, self._runner.args))
+        return on_rank_zero(self._strategy, self._choose_best)
+
+    def _choose_best(self) -> BestRun | list[BestRun]:
+        records = self._study.records()
+        shown = table_of_trials(records, self._plan.directions)
+        logger.info("the search in %s has %d trials%s", self._folder, len(records), shown)
+        return choose_best(self._study, self._runner.args)
 
     def report(self, metrics: dict[str, float]) -> None:
         """Report an evaluation during training.
@@ -228,7 +261,7 @@ class Search:
     def _make_run(self, goes_on: bool) -> None:
         record, runner = self.record, self._runner
         shown = ", ".join(f"{name}={value}" for name, value in record.hyperparameters.items())
-        logger.info("trial %d of %d: %s", record.number, self._plan.n_trials, shown)
+        logger.info("trial %d of %d, in run-%d: %s", record.number + 1, self._plan.n_trials, record.number, shown)
         self._values = None
         try:
             with changed(runner.args, record.arguments, str(self._folder / f"run-{record.number}")), self._parts():
@@ -256,7 +289,7 @@ class Search:
     def _end(self, state: str, error: str | None) -> None:
         values = list(self._values or ())
         self._study.tell(self._trial, state, values, error)
-        logger.info("trial %d is %s: %s", self.record.number, state, error or values)
+        logger.info("run-%d is %s: %s", self.record.number, state, error or ", ".join(map(formatting.value, values)))
 
     def _objectives(self, metrics: dict[str, float]) -> list[float]:
         result = self._plan.objective(dict(metrics))

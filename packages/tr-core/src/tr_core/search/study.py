@@ -125,7 +125,12 @@ class SearchStudy:
             earlier = optuna.get_all_study_names(options["storage"])
             if earlier not in ([], [options["study_name"]]):
                 raise _another(path, earlier, options["study_name"])
-        study: Any = optuna.create_study(directions=directions, **options)
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))  # or it names a study that nobody named
+        try:
+            study: Any = optuna.create_study(directions=directions, **options)
+        finally:
+            optuna.logging.set_verbosity(verbosity)
         wanted = {**self._backend.settings, "directions": directions}
         theirs = [direction.name.lower() for direction in study.directions]
         saved = {**study.user_attrs.get("search", self._backend.settings), "directions": theirs}

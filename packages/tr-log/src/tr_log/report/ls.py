@@ -48,10 +48,8 @@ def main(argv: Sequence[str]) -> int:
     columns = {head: [head, *cells] for head, *cells in zip(_HEADS, *map(_row, runs), strict=True)}
     if sys.stdout.isatty():
         _fit(columns, shutil.get_terminal_size().columns)
-    widths = [max(map(len, cells)) for cells in columns.values()]
-    for row in zip(*columns.values(), strict=True):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        write_text(sys.stdout, "  ".join(cells).rstrip() + "\n")
+    for line in formatting.table(list(zip(*columns.values(), strict=True))):
+        write_text(sys.stdout, f"{line}\n")
     return 0
 
 
