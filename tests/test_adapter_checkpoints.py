@@ -150,7 +150,7 @@ def test_another_base_under_the_adapter_is_refused(base, tmp_path):
 
 def test_another_adapter_is_refused(base, tmp_path):
     make(adapted(base), tmp_path / "out").train()
-    with pytest.raises(ValueError, match="optimizer state|adapter is another than the one that was saved"):
+    with pytest.raises(ValueError, match="optimizer state|adapter differs from the one that was saved"):
         make(adapted(base, target_modules=["q_proj"]), tmp_path / "out").train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="size mismatch|shape"):
         make(adapted(base, r=2), tmp_path / "out").train(resume_from_checkpoint=True)

@@ -104,14 +104,14 @@ def predict(folder, without, options, seq2seq=False):
 @pytest.mark.parametrize("options", [{}, {"eval_use_gather_object": True}])
 def test_an_evaluation_in_which_a_rank_has_no_labels_is_refused_on_all(options, tmp_path):
     for text in run_ranks(predict, 2, str(tmp_path), (6, 7), options, timeout_s=120):
-        assert text.startswith("batch 2 of this evaluation is another on each rank, and cannot be joined: rank 0 has")
+        assert text.startswith("batch 2 of this evaluation differs between ranks, and cannot be joined: rank 0 has")
         assert "rank 1 has" in text
 
 
 def test_a_generation_for_which_a_rank_has_no_labels_is_refused_on_all(tmp_path):
     options = {"predict_with_generate": True}
     for text in run_ranks(predict, 2, str(tmp_path), (2, 3), options, True, timeout_s=120):
-        assert text.startswith("a batch of this evaluation is another on each rank, and cannot be joined: rank 0 has")
+        assert text.startswith("a batch of this evaluation differs between ranks, and cannot be joined: rank 0 has")
 
 
 def test_an_evaluation_without_labels_on_all_ranks_has_predictions(tmp_path):
@@ -129,5 +129,5 @@ def predict_outputs(folder):
 
 def test_outputs_of_one_rank_alone_are_refused_on_all(tmp_path):
     for text in run_ranks(predict_outputs, 2, str(tmp_path), timeout_s=120):
-        assert text.startswith("batch 1 of this evaluation is another on each rank")
+        assert text.startswith("batch 1 of this evaluation differs between ranks")
         assert "ignore_keys" in text

@@ -190,7 +190,7 @@ def of_tag(root: Path, tag: str) -> Plan:
     name, found, version = tag.rpartition("-v")
     folder = root / "packages" / name
     if not found or not name or not (folder / "pyproject.toml").is_file():
-        raise ReleaseError(f"{tag!r} is no tag of a release; they are like tr-args-v0.1.0")
+        raise ReleaseError(f"{tag!r} is not a tag of a release; they are like tr-args-v0.1.0")
     if str(current := _version(folder)) != version:
         raise ReleaseError(f"the tag says {name} {version}, its pyproject.toml {current}")
     return Plan(name, current, notes=notes_of((folder / "CHANGELOG.md").read_text("utf-8"), current))

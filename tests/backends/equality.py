@@ -83,7 +83,7 @@ def rows(number, masks):
     for index in range(number):
         tokens = torch.randint(0, WORDS, (LENGTH,), generator=generator)
         labels = tokens.clone()
-        labels[0] = -100  # is no target: nothing comes before it
+        labels[0] = -100  # is not a target: nothing comes before it
         if masks:
             labels[: index * 5 % (LENGTH + 1)] = -100
         samples.append({"input_ids": tokens, "labels": labels})

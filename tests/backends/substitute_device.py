@@ -15,7 +15,7 @@ _FREE = {"copy_", "_to_copy", "index", "_index_put_impl_", "index_put_", "set_"}
 
 
 class Held:
-    """A part of a checkpoint as it is on a real device, whose tensors are no subclass."""
+    """A part of a checkpoint as it is on a real device, whose tensors are not a subclass."""
 
     def __init__(self, part):
         self.part = part

@@ -131,7 +131,7 @@ CASES = [
     Case("unknown backend", ("--ddp_backend", "smoke"), "smoke"),
     Case("float16 on the CPU", ("--fp16",), "fp16"),
     Case("no time to wait", ("--ddp_timeout", "0"), "ddp_timeout"),
-    Case("nothing to train", (), "Network has no trainable parameter (4 in all, 4 frozen)", model="frozen"),
+    Case("nothing to train", (), "Network has no trainable parameter (total 4, frozen 4)", model="frozen"),
     Case("wrapped already", (), "wrapped in DataParallel already", model="wrapped"),
 ]  # fmt: skip
 
@@ -185,7 +185,7 @@ UNLIKE = {
     "no RANK": (dict(RANK=None), "", 0, "RANK not set beside WORLD_SIZE=2"),
     "no LOCAL_RANK": (dict(LOCAL_RANK=None, LOCAL_WORLD_SIZE=None), "", 0, "LOCAL_RANK not set beside RANK=0"),
     "no place to meet": (dict(TR_RENDEZVOUS_FILE=None), "", 0, "MASTER_ADDR, MASTER_PORT not set beside"),
-    "a port that is no number": (
+    "a port that is not a number": (
         dict(TR_RENDEZVOUS_FILE=None, MASTER_ADDR="127.0.0.1", MASTER_PORT="http"), "", 0, "MASTER_PORT='http' is not"),
     "a rank that does not exist": (
         dict(RANK=[0, 2], LOCAL_RANK=[0, 1]), "", 1, "RANK=2 does not exist among WORLD_SIZE=2 processes"),

@@ -55,7 +55,7 @@ def test_outputs_that_are_the_logits_alone_keep_their_first_row(tmp_path):
 
         return LogitsTrainer
 
-    def named(base):  # what is no dict is taken there for a tuple whose first entry is the loss
+    def named(base):  # what is not a dict is taken there for a tuple whose first entry is the loss
         class NamedTrainer(alone(base)):
             def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
                 loss, logits = super().compute_loss(model, inputs, return_outputs=True)

@@ -51,7 +51,7 @@ def test_a_damaged_highest_checkpoint_of_the_reference_is_passed_over(tmp_path, 
     path = tmp_path / "checkpoint-10" / "optimizer.pt"
     path.write_bytes(path.read_bytes()[:-300])
     again = run(OURS, scenario, tmp_path, resume_from_checkpoint=True)
-    assert "skipped checkpoint-10: optimizer.pt is no whole archive" in caplog.text
+    assert "skipped checkpoint-10: optimizer.pt is not a whole archive" in caplog.text
     assert len(again.batches.train) == 1
     assert same_tensors(again.weights, whole.weights)
 
@@ -87,7 +87,7 @@ def test_a_missing_file_is_an_error(tmp_path, file):
         ({"optim": "sgd"}, "the optimizer was saved with the options .*, and SGD also has dampening"),
         (
             {"lr_scheduler_type": "reduce_lr_on_plateau"},
-            "of another kind than ReduceLROnPlateau|ReduceLROnPlateau also has",
+            "is not a ReduceLROnPlateau|ReduceLROnPlateau also has",
         ),
     ],
 )

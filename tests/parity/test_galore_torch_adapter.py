@@ -257,8 +257,8 @@ def test_a_step_that_fails_leaves_tensors_behind():
     ("parameter", "message"),
     [
         (nn.Parameter(torch.ones(8)), "has one dimension.*FSDP1 and ZeRO make them, use tr_optim.GaLoreAdamW"),
-        (nn.Parameter(torch.ones(2, 3, 4)), "is no matrix.*use tr_optim.GaLoreAdamW, which projects stacks"),
-        (nn.Parameter(torch.ones(2, 3, 4, 4)), "is no matrix"),
+        (nn.Parameter(torch.ones(2, 3, 4)), "is not a matrix.*use tr_optim.GaLoreAdamW, which projects stacks"),
+        (nn.Parameter(torch.ones(2, 3, 4, 4)), "is not a matrix"),
         (nn.Parameter(torch.ones(4, 4, dtype=torch.complex64)), "is complex"),
     ],
 )

@@ -398,7 +398,7 @@ SCENARIOS = {
         (1, 2, 3),
     ),
     **each(
-        "losses that are no number left out of the log, accumulation",
+        "losses that are not numbers left out of the log, accumulation",
         lambda number: of(
             train=poisoned,
             evaluation=poisoned,

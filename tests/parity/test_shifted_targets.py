@@ -94,13 +94,13 @@ def test_targets_are_shifted_where_the_models_own_loss_shifts_them(name):
         pytest.skip(f"cannot be built and run small: {type(error).__name__}: {str(error)[:80]}")
     does_shift = abs(loss - shifted) < 1e-4
     if not does_shift and abs(loss - unshifted) >= 1e-4:
-        pytest.skip("its own loss is no plain cross entropy")
+        pytest.skip("its own loss is not a plain cross entropy")
     assert before is does_shift
     assert shifts_targets(model) is does_shift, "after a forward"
 
 
 def test_most_causal_classes_can_be_built_small():
-    """What is skipped above is no proof: there are not many such."""
+    """What is skipped above is not proof: there are not many such."""
     built = 0
     for name in sorted(KINDS)[::9]:
         try:

@@ -379,7 +379,7 @@ def _is_of_lists(func: Any) -> bool:
 
 
 def _at_each_place(args: Iterable[Any]) -> list[list[torch.Tensor]]:
-    """Return the tensors that meet in an operation on lists; one that is no list meets all, and packed numbers none."""
+    """Return the tensors that meet in an operation on lists; one that is not a list meets all; packed numbers, none."""
     lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor)]
     alone = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.ndim == 0]
     return [[*tensors, *alone] for tensors in zip(*lists, strict=True)]

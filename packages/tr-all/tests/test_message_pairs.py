@@ -81,7 +81,7 @@ def test_one_missing_package_is_named_alone(install, monkeypatch):
 
 def test_what_is_no_catalog_is_refused(tmp_path):
     (tmp_path / "x.mo").write_bytes(b"msgid")
-    with pytest.raises(ValueError, match=r"x\.mo is no gettext catalog: it begins with b'msgi'"):
+    with pytest.raises(ValueError, match=r"x\.mo is not a gettext catalog: it begins with b'msgi'"):
         list(read_catalog(tmp_path / "x.mo"))
 
 

@@ -61,7 +61,7 @@ HOSTILE = {
     "table.toml": ("[" + "a ." * 100_000 + "a]", "levels deep"),
     "names.json": (json.dumps({f"learning_rat{i}": i for i in range(200_000)}), "and 199,900 more"),
     "name.json": (json.dumps({"learning_rate" * 10_000: 1}), "(130,017 characters)"),
-    "merge.yaml": ("a: 1\nb: {<<: [{c: 1}, 2]}", "merges what is no mapping, on line 2"),
+    "merge.yaml": ("a: 1\nb: {<<: [{c: 1}, 2]}", "merges what is not a mapping, on line 2"),
     "folder.yaml": (None, "is a folder"),
 }
 

@@ -206,7 +206,7 @@ def trap(kind, folder, elsewhere):
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="users as POSIX has them")
 @pytest.mark.parametrize(
     ("kind", "problem"),
-    [("link", "it is a link"), ("file", "no folder"), ("open", "others may write"), ("foreign", "belongs to user")],
+    [("link", "it is a link"), ("file", "not a folder"), ("open", "others may write"), ("foreign", "belongs to user")],
 )
 def test_processes_do_not_meet_in_a_folder_that_somebody_else_made(tmp_path, monkeypatch, kind, problem):
     """In a folder where all may write, the name of the meeting can be guessed and taken."""

@@ -90,7 +90,7 @@ def train(build: Callable[..., Any], options: argparse.Namespace, above: Path) -
     torch.manual_seed(0)
     data = rows(options.steps * BATCH // 4)
     trainer = build(arguments(options, directory), train_dataset=data, eval_dataset=rows(EVALUATED))
-    os.sync()  # what was written earlier is no part of this
+    os.sync()  # what was written earlier is not a part of this
     begun, spent = time.perf_counter(), time.process_time()
     trainer.train()
     taken = time.process_time() - spent, time.perf_counter() - begun

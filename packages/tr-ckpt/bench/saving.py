@@ -92,7 +92,7 @@ def resident_bytes(which: str) -> int:
 
 def measure(measured: Measured, save: Callable[[], object], finish: Callable[[], object]) -> None:
     """Save once: note how long the caller waited, by how much memory grew meanwhile, and when all was written."""
-    os.sync()  # what was written before is no part of this
+    os.sync()  # what was written before is not a part of this
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins again
     before = resident_bytes("VmRSS")
     begun = time.perf_counter()

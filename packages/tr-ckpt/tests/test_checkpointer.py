@@ -305,14 +305,14 @@ def test_part_names_that_differ_in_case_alone_are_refused(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, None])
 def test_a_step_that_is_no_count_is_refused(step, tmp_path):
-    with pytest.raises(CheckpointError, match="is no count of optimizer steps; give an integer of 0 or more"):
+    with pytest.raises(CheckpointError, match="is not a count of optimizer steps; give an integer of 0 or more"):
         Checkpointer(tmp_path).save(step, parts(1))
 
 
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_last=0 would keep no checkpoint; give 1 or more, or None to keep all"):
         Checkpointer(tmp_path, keep_last=0)
-    with pytest.raises(ValueError, match="keep_every=0 is no number of steps; give 1 or more, or None"):
+    with pytest.raises(ValueError, match="keep_every=0 is not a number of steps; give 1 or more, or None"):
         Checkpointer(tmp_path, keep_every=0)
 
 

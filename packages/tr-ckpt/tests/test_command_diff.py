@@ -282,7 +282,7 @@ def test_a_bit_that_flipped_on_the_disk_shows(tmp_path, trainer_ckpt):
     flip(other / "model.safetensors")
     assert "model: 1 of 2 tensors differ" in trainer_ckpt("diff", one, other, code=1).out
     flip(other / "model.safetensors", at=0)  # the length of its header
-    assert "model.safetensors is no valid safetensors file" in trainer_ckpt("diff", one, other, code=2).err
+    assert "model.safetensors is not a valid safetensors file" in trainer_ckpt("diff", one, other, code=2).err
 
 
 def test_tied_tensors_are_compared_once(tmp_path, trainer_ckpt):

@@ -100,7 +100,7 @@ def test_a_size_must_be_one(run, tmp_path, size, capsys):
     with pytest.raises(SystemExit) as left:
         main(["export", str(run), str(tmp_path / "model"), f"--max-shard-size={size}"])
     assert left.value.code == 2
-    assert "is no size; give one such as 500MB or 5GB" in capsys.readouterr().err
+    assert "is not a size; give one such as 500MB or 5GB" in capsys.readouterr().err
 
 
 def test_another_part_can_be_exported(tmp_path, trainer_ckpt):
@@ -146,7 +146,7 @@ def test_only_a_model_folder_is_replaced(run, tmp_path, trainer_ckpt):
     (mine / "notes.txt").touch()
     (tmp_path / "link").symlink_to(run)
     reasons = {
-        mine: "it is no model folder",
+        mine: "it is not a model folder",
         run: "it holds checkpoint-10",
         run / "checkpoint-5": "it holds manifest.json",
         tmp_path / "link": "it holds checkpoint-10",
@@ -177,7 +177,7 @@ def test_when_the_new_folder_cannot_take_its_place_the_old_one_stays(run, tmp_pa
 
 def test_what_is_no_checkpoint_of_another_program_is_refused_in_words(run, tmp_path, capsys):
     assert main(["import", str(run), str(tmp_path / "new")]) == 2
-    expected = f"trainer ckpt import: {run} is no checkpoint of a program that is read here"
+    expected = f"trainer ckpt import: {run} is not a checkpoint of a program whose checkpoints can be read"
     assert capsys.readouterr().err.startswith(expected)
     assert not (tmp_path / "new").exists()
 

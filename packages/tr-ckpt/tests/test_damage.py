@@ -29,15 +29,15 @@ DAMAGES = {
         r"model.safetensors was changed after it was written: its SHA-256 differs, first in tensor tensor \(bytes",
     ),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing, so it is incomplete"),
-    "manifest cut": (lambda f: cut(f / "manifest.json", 5), "manifest.json is no valid JSON"),
-    "manifest empty": (lambda f: (f / "manifest.json").write_bytes(b""), "manifest.json is no valid JSON"),
-    "manifest binary": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is no valid JSON"),
+    "manifest cut": (lambda f: cut(f / "manifest.json", 5), "manifest.json is not valid JSON"),
+    "manifest empty": (lambda f: (f / "manifest.json").write_bytes(b""), "manifest.json is not valid JSON"),
+    "manifest binary": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is not valid JSON"),
     "manifest list": (lambda f: (f / "manifest.json").write_text("[]"), "does not match its digest"),
     "manifest edited": (lambda f: flip(f / "manifest.json", 200), "manifest.json"),
     "a folder": (lambda f: ((f / "model.json").unlink(), (f / "model.json").mkdir()), "model.json"),
     "manifest folder": (
         lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").mkdir()),
-        "manifest.json is no plain file",
+        "manifest.json is not a plain file",
     ),
 }  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(kind, saved, 
     with caplog.at_level(logging.WARNING):
         assert restored(saved) == (20, 20)
     assert re.search(f"skipped checkpoint-30: .*{message}", caplog.text)
-    # One that was asked for is an error. Without its manifest a folder is no checkpoint, damaged or not.
+    # One that was asked for is an error. Without its manifest a folder is not a checkpoint, damaged or not.
     expected = message if (saved.path(30) / "manifest.json").exists() else "it holds neither a manifest.json nor"
     into = parts()
     with pytest.raises(ValueError, match=expected):

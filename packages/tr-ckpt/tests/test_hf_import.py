@@ -122,7 +122,9 @@ def test_a_state_that_says_of_no_step_is_damage(left, text):
 
 
 def test_what_is_no_checkpoint_of_a_known_program_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is no checkpoint of a program that is read here \(transformers' Tr"):
+    with pytest.raises(
+        CheckpointError, match=r"is not a checkpoint of a program whose checkpoints can be read \(transformers' Tr"
+    ):
         hf_import.read(tmp_path)
 
 

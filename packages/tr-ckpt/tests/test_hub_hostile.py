@@ -141,7 +141,7 @@ def test_what_came_is_looked_at_before_it_is_read(kind, files, world, tmp_path):
                 (folder / "sub").symlink_to(tmp_path / "secret")
 
     api.snapshot_download = otherwise
-    message = "is a link, which may lead|is no plain file|'last-checkpoint/more.bin' came with .* was not asked for"
+    message = "is a link, which may lead|is not a plain file|'last-checkpoint/more.bin' came with .* was not asked for"
     with pytest.raises(CheckpointError, match=message):
         restore(world, api)
 

@@ -120,8 +120,8 @@ DAMAGE = [
     ("extra.safetensors", None, "extra.safetensors is missing"),
     ("extra.safetensors", cut, r"extra.safetensors has \d+ bytes in place of \d+"),
     ("extra.safetensors", flip, "extra.safetensors was changed after it was written: its SHA-256 differs"),
-    ("manifest.json", cut, "manifest.json is no valid JSON|manifest.json was changed after it was written"),
-    ("manifest.json", flip, "manifest.json is no valid JSON|manifest.json was changed after it was written"),
+    ("manifest.json", cut, "manifest.json is not valid JSON|manifest.json was changed after it was written"),
+    ("manifest.json", flip, "manifest.json is not valid JSON|manifest.json was changed after it was written"),
 ]
 
 

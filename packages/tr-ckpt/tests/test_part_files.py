@@ -63,7 +63,7 @@ def test_a_name_of_half_a_character_is_saved_and_read_back(tmp_path):
 def test_more_json_than_is_read_back_is_refused_when_it_is_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(untrusted, "MOST_JSON_BYTES", 1000)
     with pytest.raises(
-        CheckpointError, match=r"what of part is no tensor takes [\d,]+ bytes of JSON, and at most 1,000"
+        CheckpointError, match=r"what of part is not a tensor takes [\d,]+ bytes of JSON, and at most 1,000"
     ):
         Checkpointer(tmp_path).save(1, {"part": Holding({"list": list(range(1000))})})
     assert listed(tmp_path) == []

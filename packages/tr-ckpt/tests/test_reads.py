@@ -139,7 +139,7 @@ def test_the_librarys_own_name_for_an_error_of_reading_is_seen_through(saved, mo
         raise reads.SafetensorError("I/O error: Input/output error")
 
     monkeypatch.setattr(reads, "open_tensors", open_tensors)
-    with pytest.raises(CheckpointError, match=r"model.safetensors is no valid safetensors file") as caught:
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a valid safetensors file") as caught:
         saved.restore({"model": parts()["model"]})  # it can be read, so it is what the library does not take
     assert not isinstance(caught.value, UnreadableError | DamagedCheckpointError)
     path = saved.path(30) / "model.safetensors"

@@ -51,7 +51,7 @@ def test_a_file_that_is_damaged_while_it_is_saved_is_named_with_its_checkpoint(t
 
     monkeypatch.setattr(files, "write_file", damaged)
     checkpointer = Checkpointer(tmp_path, asynchronous=asynchronous)
-    said = rf"checkpoint-1 was not saved in {tmp_path}: model.safetensors is no valid safetensors file: "
+    said = rf"checkpoint-1 was not saved in {tmp_path}: model.safetensors is not a valid safetensors file: "
     with pytest.raises(CheckpointError, match=said):  # noqa: PT012 - either may raise it
         checkpointer.save(1, parts(1))
         checkpointer.wait()

@@ -91,7 +91,7 @@ def listed_changed(path, value):
         (index_changed(("format",), 3), "its format is 3; this version reads up to 2"),
         (index_changed(("files",), SHARDS * 2), "it lists more files than this part has"),
         (index_changed(("files",), 3), "it lists more files than this part has"),
-        (index_changed(("files", 1), "../a"), "in '../a', which is no file of this part"),
+        (index_changed(("files", 1), "../a"), "in '../a', which is not a file of this part"),
         (index_changed((*EVEN, "box"), [1, 4]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
         (index_changed((*EVEN, "box"), [2]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
         (index_changed((*EVEN, "box"), [2, 0]), "the chunks of 'held.0.even' do not fill its shape [8, 4]"),
@@ -102,14 +102,14 @@ def listed_changed(path, value):
         (index_changed((*EVEN, "in"), [[0, 4]]), "held.shards.json cannot be read"),
         (index_changed((*EVEN, "dtype"), "F3"), "has no dtype 'F3'; a newer one wrote it"),
         (index_changed((*EVEN, "shape"), [8, 5]), "the chunks of 'held.0.even' do not fill its shape [8, 5]"),
-        (index_changed((*EVEN, "shape"), [8, -4]), "[8, -4] is no list of lengths"),
+        (index_changed((*EVEN, "shape"), [8, -4]), "[8, -4] is not a list of lengths"),
         (
             listed_changed((), [{"file": SHARDS[0], "offset": [7, 0], "size": [2, 4]}]),
             "a chunk of 'held.0.even' lies outside its shape [8, 4]",
         ),
         (listed_changed((1, "offset"), [0, 0]), "the chunks of 'held.0.even' do not fill its shape"),
         (listed_changed((1, "offset"), [2]), "a chunk of 'held.0.even' lies outside its shape"),
-        (listed_changed((1, "file"), "../a"), "in '../a', which is no file of this part"),
+        (listed_changed((1, "file"), "../a"), "in '../a', which is not a file of this part"),
         (index_changed((*EVEN, "in"), [[1, 3, 1], [0, 1, 1]]), None),  # the same sizes, other numbers: only hashes tell
         (listed_changed((), 3), "held.shards.json cannot be read"),
         (index_changed((*EVEN, "dtype"), "F32"), f"is of {DTYPES['even']}, not torch.float32"),
@@ -177,7 +177,7 @@ def test_boxes_of_any_kind_that_fill_a_whole_are_taken():
 def test_an_index_of_more_than_its_files_hold_takes_no_memory(length, tmp_path):
     (tmp_path / "a").write_bytes(bytes(100))
     (tmp_path / "w.shards.json").write_text(whole((length,), ((0,), (length,))))
-    with pytest.raises(CheckpointError, match=r"it places [\d,]+ bytes in a, which has 100|is no list of lengths"):
+    with pytest.raises(CheckpointError, match=r"it places [\d,]+ bytes in a, which has 100|is not a list of lengths"):
         shard_index.read(tmp_path / "w.shards.json", ["a"])
 
 
@@ -372,8 +372,8 @@ def test_an_export_refuses_what_it_cannot_do(trained, tmp_path):
         ({"dtype": torch.int8}, "dtype=torch.int8 is none that floating-point weights are kept in"),
         ({"max_shard_bytes": 0}, "max_shard_bytes=0 holds no tensor; give 1 or more, or None"),
         ({"part": "ema"}, "checkpoint-2: there is no 'ema' in it, only model, optimizer"),
-        ({"target": path.parent}, "exists and is no empty folder; give another"),
-        ({"target": path / "config.json"}, "exists and is no empty folder; give another"),
+        ({"target": path.parent}, "exists and is not an empty folder; give another"),
+        ({"target": path / "config.json"}, "exists and is not an empty folder; give another"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             export(path, **{"target": tmp_path / "out", **options})

@@ -73,7 +73,7 @@ def test_writing_copies_one_tensor_at_a_time(tmp_path, monkeypatch):
 
 def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path):
     (tmp_path / "t.safetensors").write_bytes(b"\x80\x04\x95pickle")
-    with pytest.raises(CheckpointError, match=r"t\.safetensors is no valid safetensors file: "):
+    with pytest.raises(CheckpointError, match=r"t\.safetensors is not a valid safetensors file: "):
         tensor_file.read(tmp_path / "t.safetensors")
 
 

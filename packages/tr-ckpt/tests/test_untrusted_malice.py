@@ -181,10 +181,10 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(saved):
     described = json.loads((folder / "manifest.json").read_text())["files"]
     described["config.json"] = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
     rewritten(folder, files=described)
-    refused(saved, folder, "config.json is no plain file")
+    refused(saved, folder, "config.json is not a plain file")
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
-    refused(saved, folder, "manifest.json is no plain file")
+    refused(saved, folder, "manifest.json is not a plain file")
 
 
 def test_a_checkpoint_reached_through_a_link_is_read(saved, tmp_path):

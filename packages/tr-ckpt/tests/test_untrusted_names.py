@@ -79,7 +79,7 @@ def test_a_step_beyond_all_is_that_of_no_checkpoint(digits):
 
 
 def test_a_checkpoint_is_not_saved_under_a_step_that_would_not_be_found(tmp_path):
-    with pytest.raises(CheckpointError, match="is no count of optimizer steps"):
+    with pytest.raises(CheckpointError, match="is not a count of optimizer steps"):
         Checkpointer(tmp_path).save(10**18, parts())
     folder = Checkpointer(tmp_path).save(10**18 - 1, parts(3))
     assert (folder / MANIFEST).exists()

@@ -64,7 +64,7 @@ def test_a_list_of_callbacks_that_is_set_is_the_one_called(make_trainer):
 
 def test_what_is_no_callback_is_refused_in_the_list_too(make_trainer):
     trainer = make_trainer(4)
-    with pytest.raises(TypeError, match="is no callback: it defines none of the events"):
+    with pytest.raises(TypeError, match="is not a callback: it defines none of the events"):
         trainer.callback_handler.callbacks = [print]
     with pytest.raises(TypeError, match="is a class; add_callback makes an instance of it"):
         trainer.callback_handler.callbacks.append(Steps)

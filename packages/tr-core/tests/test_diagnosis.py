@@ -132,7 +132,7 @@ MISTAKES = {
         "T503",
         "no labels among ['x']; columns ['target'] of the data were left out",
     ),
-    "a feature that is no number": (
+    "a feature that is not a number": (
         Classifier,
         rows(bad=6, x=TOO_MANY),
         {"on_nonfinite": "raise"},

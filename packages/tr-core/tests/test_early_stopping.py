@@ -36,7 +36,7 @@ def stopping(make_trainer):
     ("values", "patience", "threshold", "greater", "stopped_at"),
     [
         ([1, 2, 3, 2, 9], 1, 0.0, True, 4),
-        ([1, 2, 2, 9, 9], 1, 0.0, True, 3),  # equal is no improvement
+        ([1, 2, 2, 9, 9], 1, 0.0, True, 3),  # equal is not an improvement
         ([1, 0, 0, 2, 1, 1, 1], 3, 0.0, True, 7),  # an improvement starts the count over
         ([3, 2, 1, 2], 1, 0.0, False, 4),
         ([1.0, 1.05, 1.2, 1.25, 9], 1, 0.1, True, 2),

@@ -203,7 +203,7 @@ def test_metrics_that_are_no_dict_are_an_error(make_trainer, answer, by_batch):
 def test_a_data_set_that_nobody_knows_is_an_error_that_names_those_there_are(make_trainer):
     with pytest.raises(ValueError, match="data set named 'fra'; those of this Trainer are: 'near', 'far'"):
         make_trainer(eval_dataset={"near": samples(4), "far": samples(4)}).evaluate("fra")
-    with pytest.raises(ValueError, match="named 'far'; those of this Trainer are: none, as eval_dataset is no dict"):
+    with pytest.raises(ValueError, match="named 'far'; those of this Trainer are: none, as eval_dataset is not a dict"):
         make_trainer(eval_dataset=samples(4)).evaluate("far")
     with pytest.raises(ValueError, match="evaluation needs an eval_dataset; the Trainer has none and none was given"):
         make_trainer().evaluate()

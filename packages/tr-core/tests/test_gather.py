@@ -1,4 +1,4 @@
-"""Outputs that are no tensors: lists of objects, one a sample, and whatever else a model gives."""
+"""Outputs that are not tensors: lists of objects, one a sample, and whatever else a model gives."""
 
 import numpy as np
 import pytest

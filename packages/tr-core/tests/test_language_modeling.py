@@ -163,8 +163,8 @@ def test_whole_words_of_one_row_do_not_reach_into_another():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mlm_probability": 1.5}, "mlm_probability=1.5 is no probability"),
-        ({"mask_replace_prob": -0.1}, "mask_replace_prob=-0.1 is no probability"),
+        ({"mlm_probability": 1.5}, "mlm_probability=1.5 is not a probability"),
+        ({"mask_replace_prob": -0.1}, "mask_replace_prob=-0.1 is not a probability"),
         ({"random_replace_prob": 0.5}, "mask_replace_prob=0.8 and random_replace_prob=0.5 are shares of the same"),
         ({"tokenizer": ToyTokenizer(mask_token_id=None)}, "ToyTokenizer has no mask token, which mlm=True needs"),
         ({"mlm": False, "whole_word_mask": True}, "whole_word_mask=True chooses words .* mlm=False masks none"),

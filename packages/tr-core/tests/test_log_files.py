@@ -137,7 +137,7 @@ def test_the_name_of_a_file_leads_nowhere_else(tmp_path, caplog):
         note = {"entries": 1, "last": {"name": name, "sha256": ""}}
         again, _ = restored({"log_history": [], "log_history_before": note}, tmp_path / "log")
         assert again.log_history == []
-    assert "is no file of it" in caplog.text
+    assert "is not a file of it" in caplog.text
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -183,7 +183,7 @@ CASES = {
         "it are encoder.first.weight",
     ),
     "nothing near": ({"params": "zzz", "lr_scale": 1}, "'zzz' matches no parameter; there are encoder.first.weight, "),
-    "no expression": ({"params": "*.bias", "lr_scale": 1}, r"and is no regular expression \(nothing to repeat"),
+    "no expression": ({"params": "*.bias", "lr_scale": 1}, r"and is not a regular expression \(nothing to repeat"),
     "second pattern": ({"params": ["head", "haed"], "lr_scale": 1}, "'haed' matches no parameter; near it are head"),
     "tied": ({"params": "other.weight", "lr_scale": 1}, "other.weight is the same tensor as head.weight; give that"),
     "frozen": ({"params": "encoder", "lr_scale": 1}, "matches only frozen parameters; it would have no effect"),

@@ -138,7 +138,7 @@ def test_a_best_model_of_before_an_override_that_writes_the_models_files_is_load
 def test_the_state_of_another_kind_of_schedule_is_not_taken_for_this_ones(make):
     stop_at(make(StopAt(3)))
     del make.kept.saved[3]["settings"]  # as of another program, which does not say what there was
-    with pytest.raises(ValueError, match="of another kind than ReduceLROnPlateau.*saved lr_scheduler_type"):
+    with pytest.raises(ValueError, match="is not a ReduceLROnPlateau.*saved lr_scheduler_type"):
         make(
             lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch", eval_dataset=make().train_dataset[:4]
         ).train(resume_from_checkpoint=True)

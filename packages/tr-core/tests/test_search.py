@@ -56,7 +56,7 @@ class Recorder(TrainerCallback):
 @pytest.mark.parametrize(("direction", "choose"), [("minimize", min), ("maximize", max)])
 def test_every_trial_is_a_run_with_its_arguments_and_the_best_is_found(make_search, direction, choose):
     recorder = Recorder()
-    trainer = make_search(callbacks=[recorder])  # whose model_init has an option of its own, which is no trial
+    trainer = make_search(callbacks=[recorder])  # whose model_init has an option of its own, which is not a trial
     best = trainer.hyperparameter_search(space, n_trials=5, direction=direction)
     assert isinstance(best, BestRun)
     assert [run["args"]["learning_rate"] for run in recorder.runs] == [
@@ -615,7 +615,9 @@ def test_half_a_line_of_a_crash_is_cut_and_a_damaged_one_is_named(make_search, t
         longer = make_search().hyperparameter_search(space, n_trials=number, resume=True)
         assert longer.run_summary[:2] == first.run_summary
     path.write_text(whole.replace('{"op_code":6', "{{", 1))
-    with pytest.raises(ValueError, match=r"study.journal is no journal of a search \(.*\); restore it, or remove it"):
+    with pytest.raises(
+        ValueError, match=r"study.journal is not a journal of a search \(.*\); restore it, or remove it"
+    ):
         make_search().hyperparameter_search(space, n_trials=3, resume=True)
 
 
@@ -623,7 +625,7 @@ def test_half_a_line_of_a_crash_is_cut_and_a_damaged_one_is_named(make_search, t
 def test_a_file_that_is_no_journal_is_refused(make_search, tmp_path, content):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "study.journal").write_text(content)
-    with pytest.raises(ValueError, match="study.journal is no journal of a search"):
+    with pytest.raises(ValueError, match="study.journal is not a journal of a search"):
         make_search().hyperparameter_search(space, n_trials=1, resume=True)
 
 

@@ -510,7 +510,7 @@ class Branches(Classifier):
 
 
 class Plain(Classifier):
-    """Uses a tensor that is no buffer."""
+    """Uses a tensor that is not a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -619,7 +619,7 @@ def test_the_update_of_an_optimizer_that_keeps_numbers_is_an_ordinary_one(both, 
         return Counting(groups, **options)
 
     assert_same(both(optimizer_cls_and_kwargs=(build, {"lr": 0.1})))
-    assert "the update of Counting is an ordinary one: its state holds 'n', which are no tensors" in caplog.text
+    assert "the update of Counting is an ordinary one: its state holds 'n', which are not tensors" in caplog.text
 
 
 def test_the_update_of_an_optimizer_that_changes_itself_is_an_ordinary_one(both, caplog):

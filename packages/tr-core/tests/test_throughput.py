@@ -302,7 +302,7 @@ def test_the_peak_of_the_arguments_gives_mfu_and_one_that_is_not_known_none(watc
 def test_a_wrong_peak_in_the_environment_ends_a_run_before_its_first_step(make_trainer, monkeypatch):
     monkeypatch.setenv("TR_PEAK_FLOPS", "fast")
     trainer = make_trainer(8)
-    with pytest.raises(ValueError, match="TR_PEAK_FLOPS='fast' is no positive number"):
+    with pytest.raises(ValueError, match="TR_PEAK_FLOPS='fast' is not a positive number"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -212,7 +212,7 @@ def test_only_defined_events_are_dispatched(make_trainer):
 
 
 def test_an_object_without_events_is_no_callback(make_trainer):
-    with pytest.raises(TypeError, match="is no callback: it defines none of the events"):
+    with pytest.raises(TypeError, match="is not a callback: it defines none of the events"):
         make_trainer(callbacks=[object()])
 
 

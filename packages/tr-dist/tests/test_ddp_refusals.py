@@ -125,8 +125,8 @@ def test_weights_of_every_dtype_and_layout_are_compared():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(2, 1).requires_grad_(False), r"Linear has no trainable parameter \(2 in all, 2 frozen\)"),
-        (nn.ReLU(), r"ReLU has no trainable parameter \(0 in all, 0 frozen\)"),
+        (nn.Linear(2, 1).requires_grad_(False), r"Linear has no trainable parameter \(total 2, frozen 2\)"),
+        (nn.ReLU(), r"ReLU has no trainable parameter \(total 0, frozen 0\)"),
         (nn.Linear(2, 1, device="meta"), r"2 parameters of Linear are on the meta device \(weight, bias\)"),
         (nn.DataParallel(nn.Linear(2, 1)), "wrapped in DataParallel already; give prepare"),
     ],

@@ -263,7 +263,9 @@ def machines_that_differ():
 
 
 def test_machines_with_unequal_numbers_of_processes_cannot_hold_equal_shards():
-    with pytest.raises(ValueError, match="needs as many processes on every machine, and 3 in all are not a multiple"):
+    with pytest.raises(
+        ValueError, match="needs as many processes on every machine, and a total of 3 is not a multiple"
+    ):
         run_ranks(machines_that_differ, 3)
 
 

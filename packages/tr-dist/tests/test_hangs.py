@@ -162,7 +162,7 @@ def test_a_watch_that_itself_stood_still_counts_from_when_it_runs_again():
     table.take([Note(0, "here", 1), Note(1, "here", 2)], 100.0)
     assert [each.is_silent for each in table.standings(106.0, {})] == [True, True]
     table.restart(106.0)
-    table.take([Note(1, "here", 2)], 107.0)  # the same note is no sign
+    table.take([Note(1, "here", 2)], 107.0)  # the same note is not a sign
     assert [each.silent_s for each in table.standings(108.0, {})] == [2.0, 2.0]
     table.take([Note(1, "here", 2, beat=1)], 108.0)
     assert [each.silent_s for each in table.standings(109.0, {})] == [3.0, 1.0]

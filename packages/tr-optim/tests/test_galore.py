@@ -283,7 +283,7 @@ def test_a_gradient_of_earlier_micro_batches_alone_is_applied_too(mode, refresh_
     ("parameter", "message"),
     [
         (torch.zeros(24), "has one dimension, .* as FSDP1 and ZeRO make them, there is no matrix to project"),
-        (torch.zeros(4, 3, 2, 2), "is no matrix and no stack of matrices"),
+        (torch.zeros(4, 3, 2, 2), "is neither a matrix nor a stack of matrices"),
         (torch.zeros(4, 3, dtype=torch.complex64), "is complex"),
     ],
 )

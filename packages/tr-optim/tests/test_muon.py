@@ -109,7 +109,7 @@ def test_a_schedule_and_a_hook_see_each_step_once():
 
 def test_what_cannot_be_is_refused(monkeypatch):
     vector = nn.Parameter(torch.ones(4))
-    with pytest.raises(ValueError, match=r"shape \(4,\) is no matrix; Muon updates matrices only"):
+    with pytest.raises(ValueError, match=r"shape \(4,\) is not a matrix; Muon updates matrices only"):
         MuonAdamW([{"params": [vector], "projects": True}])
     with pytest.raises(ValueError, match="muon does not take 'momentun'.*did you mean momentum"):
         built(Network(), optim_args="momentun=0.9")

@@ -54,7 +54,7 @@ def quotas(root: Path, quick: bool) -> Tally:
 
 
 def _limit_files(limit: int) -> None:
-    nothing = os.open(os.devnull, os.O_WRONLY)  # what it prints is no part of this
+    nothing = os.open(os.devnull, os.O_WRONLY)  # what it prints is not a part of this
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

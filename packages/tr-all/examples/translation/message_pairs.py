@@ -78,12 +78,12 @@ def read_catalog(path: Path) -> Iterator[Pair]:
     Source: GNU gettext manual, "The Format of GNU MO Files".
 
     Raises:
-        ValueError: it is no catalog.
+        ValueError: it is not a catalog.
     """
     content = path.read_bytes()
     order = _MAGIC.get(content[:4])
     if order is None:
-        raise ValueError(f"{path} is no gettext catalog: it begins with {content[:4]!r}")
+        raise ValueError(f"{path} is not a gettext catalog: it begins with {content[:4]!r}")
     count, *tables = struct.unpack_from(f"{order}3I", content, 8)
     for number in range(count):
         entries = (struct.unpack_from(f"{order}2I", content, table + 8 * number) for table in tables)

@@ -72,7 +72,7 @@ def resolve(
 
 
 def unknown_argument(cls: type, name: str) -> str:
-    """Return the message for a name that is no argument of `cls`."""
+    """Return the message for a name that is not an argument of `cls`."""
     retired = getattr(cls, "_retired", {})
     if name in retired:
         return f"argument {name} no longer exists; {retired[name]}"
@@ -287,7 +287,7 @@ class Checked(metaclass=CheckedType):
         return self
 
     def _keep_own(self, spec: FieldSpec, value: Any) -> None:
-        """Set a field as the class's own `__post_init__` does: as it is, if it is no field that is read here too."""
+        """Set a field as the class's own `__post_init__` does: as it is, if it is not a field that is read here too."""
         if value is vars(self).get(spec.name, NOTHING):
             return
         if spec.name in _base_fields(type(self)):

@@ -172,7 +172,7 @@ class UserPath(Constraint):
     """A path in which `~` is the user's home; values that are not text are accepted as they are.
 
     Attributes:
-        none: the path that None selects; None if None is no special value.
+        none: the path that None selects; None if None is not a special value.
     """
 
     none: str | None = None
@@ -232,7 +232,7 @@ class RepositoryName(Constraint):
     """The name of a repository, `owner/name` or `name`. Addresses are refused, because they may hold a token."""
 
     def after(self, value: Any) -> Any:
-        """Return `value` if it is no address."""
+        """Return `value` if it is not an address."""
         if "://" in value or "@" in value:
             raise RefusedError("needs owner/name, not an address; give a token as hub_token or HF_TOKEN")
         return value

@@ -14,7 +14,7 @@ from tr_log.masking import MASK, is_secret, mask_secrets
 
 # Shorter names are part of too many others to be a hint.
 LEAST_PART = 5
-# Longer names are no typos, and comparing letters takes time in the product of the lengths.
+# Longer names are not typos, and comparing letters takes time in the product of the lengths.
 LONGEST = 200
 MOST_GUESSED = 50  # unknown names for which a similar one is searched: a millisecond each
 

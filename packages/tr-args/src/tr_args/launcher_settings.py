@@ -137,7 +137,7 @@ def _sharding(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _spread(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the sizes. Text that is no number stays, and the argument's own check refuses it."""
+    """Return the sizes. Text that is not a number stays, and the argument's own check refuses it."""
     names = {size: f"PARALLELISM_CONFIG_{size.upper()}" for size in SIZES}
     given = {size: variables[name] for size, name in names.items() if name in variables}
     return {size: int(value) if value.isdigit() else value for size, value in given.items()}

@@ -167,14 +167,14 @@ def _make_own(folder: Path) -> None:
     """Make a folder for this user alone. Its name can be guessed, so an existing one may be a trap.
 
     Raises:
-        RuntimeError: the path is no folder, or another user's.
+        RuntimeError: the path is not a folder, or another user's.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        problem = "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
+        problem = "it is a link" if stat.S_ISLNK(found.st_mode) else "it is not a folder"
     elif not hasattr(os, "geteuid") or not os.stat(folder.parent).st_mode & stat.S_IWOTH:
         return  # no other user can write to the parent, so the owner does not matter
     elif found.st_uid != os.geteuid():

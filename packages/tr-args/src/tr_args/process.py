@@ -50,7 +50,7 @@ def read_topology(local_rank: int = -1) -> Topology:
         local_rank: rank that a launcher passed on the command line instead of `LOCAL_RANK`; -1 if none.
 
     Raises:
-        ArgumentsError: a variable is no number, or variables contradict each other.
+        ArgumentsError: a variable is not a number, or variables contradict each other.
     """
     if _is_one_of_several_of_srun(os.environ):
         return _of_srun()

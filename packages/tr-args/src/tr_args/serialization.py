@@ -29,8 +29,8 @@ Arguments = TypeVar("Arguments", bound=Checked)
 def make_folders_absolute(args: Arguments) -> Arguments:
     """Make `output_dir` and `logging_dir` absolute in place; addresses such as `gs://...` stay. Returns the arguments.
 
-    This is no assignment: the origin of the value and `num_assignments` stay. Written arguments hold the folder as it
-    was given, because a path of this machine means nothing on another.
+    This is not an assignment: the origin of the value and `num_assignments` stay. Written arguments hold the folder as
+    it was given, because a path of this machine means nothing on another.
 
     Raises:
         ArgumentsError: a folder is relative, and the working directory is gone or not UTF-8 text.

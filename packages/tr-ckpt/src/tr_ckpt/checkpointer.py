@@ -94,7 +94,7 @@ class Checkpointer:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last} would keep no checkpoint; give 1 or more, or None to keep all")
         if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every={keep_every} is no number of steps; give 1 or more, or None")
+            raise ValueError(f"keep_every={keep_every} is not a number of steps; give 1 or more, or None")
         names.check_names([prefix])
         self.directory = Path(directory).expanduser().absolute()
         self.keep_last = keep_last
@@ -172,7 +172,7 @@ class Checkpointer:
         """
         name = names.checkpoint_name(self.prefix, step)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-            raise CheckpointError(f"step={step!r} is no count of optimizer steps; give an integer of 0 or more")
+            raise CheckpointError(f"step={step!r} is not a count of optimizer steps; give an integer of 0 or more")
         self._settle(self._hold_up)
         folder = self.directory / name
         buffers = self._buffers if self.asynchronous else None

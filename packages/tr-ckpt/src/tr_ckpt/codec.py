@@ -288,8 +288,8 @@ def encode(part: str, state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
         raise CheckpointError(f"{part} is nested too deeply to be saved") from None
     if len(text) > untrusted.MOST_JSON_BYTES:  # it is ASCII
         raise CheckpointError(
-            f"what of {part} is no tensor takes {len(text):,} bytes of JSON, and at most {untrusted.MOST_JSON_BYTES:,} "
-            "are read back; give long lists of numbers as tensors"
+            f"what of {part} is not a tensor takes {len(text):,} bytes of JSON, and at most "
+            f"{untrusted.MOST_JSON_BYTES:,} are read back; give long lists of numbers as tensors"
         )
     return text.encode(), encoder.tensors
 

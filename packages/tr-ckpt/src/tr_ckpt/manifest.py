@@ -242,7 +242,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     try:
         content = untrusted.parse_json(raw.decode())
     except (CheckpointError, UnicodeDecodeError) as error:
-        raise _damaged(f"is no valid JSON: {error}") from error
+        raise _damaged(f"is not valid JSON: {error}") from error
     own = content.get("manifest_sha256") if isinstance(content, dict) else None
     blank = raw.replace(_own_entry(str(own)).encode(), _own_entry(_BLANK).encode(), 1)
     if not isinstance(own, str) or hashlib.sha256(blank).hexdigest() != own:

@@ -69,7 +69,7 @@ def is_gone(process: Process) -> bool:
 
 
 def is_alive(pid: int, started: int = 0) -> bool:
-    """Whether a process of this machine or container runs: it exists, is no zombie, and has the given start time.
+    """Whether a process of this machine or container runs: it exists, is not a zombie, and has the given start time.
 
     Args:
         pid: its number.

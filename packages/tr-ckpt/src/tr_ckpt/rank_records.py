@@ -138,7 +138,7 @@ class RankRecords:
             SaveError: rank 0 ended earlier, or gives no sign for too long.
         """
         for given_up in self._waits({0}):
-            # A disk that does not answer is no evidence; the process shows whether rank 0 is alive.
+            # A disk that does not answer is not evidence; the process shows whether rank 0 is alive.
             with contextlib.suppress(UnreadableError), reads.at_once():
                 if not reads.is_there(self.folder):
                     return

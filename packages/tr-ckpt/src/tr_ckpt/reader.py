@@ -171,7 +171,7 @@ class CheckpointReader:
             except UnreadableError:
                 raise
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} is no valid safetensors file: {error}") from error
+                raise CheckpointError(f"{file} is not a valid safetensors file: {error}") from error
         return self._opened[file]
 
     def problems(self) -> list[Damage]:

@@ -377,6 +377,6 @@ def _unreadable(path: Path, error: OSError, tries: int, seconds: float) -> Unrea
     often = f", {tries} times in {seconds:.0f} s" if tries > 1 else ""
     remedy = _REMEDIES.get(number, "check the disk or the mount")
     return UnreadableError(
-        f"{what}{often}. That is no damage, so nothing else was taken in its place and nothing was removed: {remedy} "
+        f"{what}{often}. That is not damage, so nothing else was taken in its place and nothing was removed: {remedy} "
         "and start again; to do without it, move it out of the folder"
     )

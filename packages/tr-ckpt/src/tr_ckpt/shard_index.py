@@ -190,7 +190,7 @@ def _tensor(name: str, entry: dict[str, Any], files: Collection[str], listed: Se
     chunks = _cells(name, shape, entry, listed) if "box" in entry else _listed_chunks(name, shape, entry["chunks"])
     for chunk in chunks:
         if chunk.file not in files:
-            raise CheckpointError(f"it places a chunk of {name!r} in {chunk.file!r}, which is no file of this part")
+            raise CheckpointError(f"it places a chunk of {name!r} in {chunk.file!r}, which is not a file of this part")
     return SavedTensor(dtype_of(entry["dtype"]), shape, bool(entry["distributed"]), tuple(chunks))
 
 
@@ -222,7 +222,7 @@ def _listed_chunks(name: str, shape: tuple[int, ...], given: list[dict[str, Any]
 
 def _numbers(given: Any) -> tuple[int, ...]:
     if not isinstance(given, list) or not all(type(number) is int and 0 <= number < 2**63 for number in given):
-        raise CheckpointError(f"{given!r:.80} is no list of lengths")
+        raise CheckpointError(f"{given!r:.80} is not a list of lengths")
     return tuple(given)
 
 

@@ -121,7 +121,7 @@ def check(path: Path) -> None:
         with reads.tensors(path) as file:
             file.keys()
     except SafetensorError as error:
-        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from None
+        raise CheckpointError(f"{path.name} is not a valid safetensors file: {error}") from None
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -137,7 +137,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
             # The library maps the file; a copy stays valid if the file is removed or cut later.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path.name} is no valid safetensors file: {error}") from None
+        raise CheckpointError(f"{path.name} is not a valid safetensors file: {error}") from None
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:

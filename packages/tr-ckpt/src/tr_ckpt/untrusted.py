@@ -38,7 +38,7 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 def path_problem(name: Any) -> str:
     """Return why a name is not a valid path of a file below a folder on every system; empty if it is."""
     if not isinstance(name, str) or not name:
-        return "is no name of a file"
+        return "is not a name of a file"
     try:
         length = len(name.encode())
     except UnicodeEncodeError:
@@ -105,7 +105,7 @@ def file_kind_problem(folder: Path, name: str) -> str:
             mode = reads.status(path).st_mode
         if stat.S_ISLNK(mode):
             return "is a link, which may lead anywhere; copy the checkpoint with its links followed"
-    return "" if stat.S_ISREG(mode) else "is no plain file"
+    return "" if stat.S_ISREG(mode) else "is not a plain file"
 
 
 def require_regular_file(path: Path) -> None:

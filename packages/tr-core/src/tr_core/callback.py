@@ -221,7 +221,7 @@ class CallbackList(EventMethods):
         return None
 
     def listen(self, event: str, method: Callable[..., Any]) -> None:
-        """Call a method at an event, after the methods of all callbacks. It is no callback and has no state.
+        """Call a method at an event, after the methods of all callbacks. It is not a callback and has no state.
 
         A signal handler may call this at any moment. An event that is being sent at that moment reaches the method too.
         """
@@ -419,6 +419,6 @@ def _checked(callback: Any) -> Any:
     if isinstance(callback, TrainerCallback) or any(_defines(callback, event) for event in (*EVENTS, CHECKPOINT)):
         return callback
     raise TypeError(
-        f"{callback!r} is no callback: it defines none of the events; inherit from TrainerCallback or define one of "
+        f"{callback!r} is not a callback: it defines none of the events; inherit from TrainerCallback or define one of "
         + ", ".join(EVENTS)
     )

@@ -134,7 +134,7 @@ def check_same_on_all_ranks(values: Sequence[dict[str, Any]]) -> None:
         if any(value != found[0] for value in found):
             raise ValueError(
                 f"{name} is not the same on all ranks: {found}, by rank; it was changed on some of them only, and "
-                "their weights are not the same any more. Change it on every rank, in callbacks that do not ask which "
+                "their weights no longer agree. Change it on every rank, in callbacks that do not ask which "
                 "process they are in"
             )
 

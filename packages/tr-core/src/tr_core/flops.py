@@ -195,7 +195,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None, given: float | N
     counts as TF32 where torch may use that.
 
     Raises:
-        ValueError: the environment variable is no positive number.
+        ValueError: the environment variable is not a positive number.
     """
     given = peak_of_environment() if given is None else given
     if given is not None:
@@ -230,7 +230,7 @@ def peak_of_environment() -> float | None:
     """Return the peak that the environment variable TR_PEAK_FLOPS gives, None without it.
 
     Raises:
-        ValueError: it is no positive number.
+        ValueError: it is not a positive number.
     """
     text = os.environ.get(PEAK_VARIABLE, "")
     if not text:
@@ -239,6 +239,6 @@ def peak_of_environment() -> float | None:
         if 0 < (value := float(text)) < float("inf"):
             return value
     raise ValueError(
-        f"{PEAK_VARIABLE}={text!r} is no positive number; it is the peak of one device in operations per second, "
+        f"{PEAK_VARIABLE}={text!r} is not a positive number; it is the peak of one device in operations per second, "
         f"such as {PEAK_VARIABLE}=989.5e12"
     )

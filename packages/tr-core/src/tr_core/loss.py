@@ -49,7 +49,7 @@ class Pair:
 
     Attributes:
         number: what was doubled.
-        once: the loss with that; NaN if the loss is no single number, which its backward pass refuses.
+        once: the loss with that; NaN if the loss is not a single number, which its backward pass refuses.
         unit: the largest relative error of one rounding in the loss's type.
     """
 
@@ -341,7 +341,7 @@ class LossRule:
         if isinstance(shifted, torch.Tensor):
             return shifted
         if isinstance(labels, torch.Tensor) and self._shifts:
-            # The first position of a sequence is no target if the model predicts the next position.
+            # The first position of a sequence is not a target if the model predicts the next position.
             return labels[..., 1:]
         return labels if isinstance(labels, torch.Tensor) else None
 
@@ -402,8 +402,8 @@ def split_loss(returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss, and by name the scalars to log in addition to it.
 
     Raises:
-        TypeError: it is no mapping.
-        ValueError: there is no loss in it, an entry is no scalar, or its name is taken.
+        TypeError: it is not a mapping.
+        ValueError: there is no loss in it, an entry is not a scalar, or its name is taken.
     """
     if not isinstance(returned, Mapping):
         raise TypeError(

@@ -57,8 +57,8 @@ class MetricWindow:
         """Add a value of a metric. Value and weight: each a number or a tensor with one element.
 
         Raises:
-            ValueError: the name is taken or no name, the value is no scalar, or the weight is negative.
-            TypeError: value or weight is no number.
+            ValueError: the name is taken or no name, the value is not a scalar, or the weight is negative.
+            TypeError: value or weight is not a number.
         """
         check_name(name)
         scalar, factor = _scalar(name, "value", value), _scalar(name, "weight", weight)

@@ -172,7 +172,7 @@ def accepts_count(model: nn.Module) -> bool:
 
 
 def shifts_targets(model: nn.Module) -> bool:
-    """Whether a model predicts the next position itself, so that the first label of a row is no target.
+    """Whether a model predicts the next position itself, so that the first label of a row is not a target.
 
     The model's class decides, not `loss_type`: many causal models of transformers lack it, and others have it although
     their own loss shifts nothing. The answer depends on what the code of `forward` calls. If it calls `loss_function`,

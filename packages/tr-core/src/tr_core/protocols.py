@@ -375,7 +375,7 @@ class Checkpointer(Protocol):
 
         Raises:
             ValueError: `source` is damaged or no checkpoint, or it lacks a part of `parts` that is not optional. Or a
-                checkpoint that may be the newest cannot be read, which is no damage.
+                checkpoint that may be the newest cannot be read, which is not damage.
         """
         ...
 

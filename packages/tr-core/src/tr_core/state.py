@@ -126,7 +126,7 @@ class TrainerState:
         if not isinstance(content, dict):
             raise ValueError(f"the trainer state {json_path} holds a {type(content).__name__}; it must be an object")
         if not isinstance(content.get("log_history", []), list):
-            raise ValueError(f"the trainer state {json_path} has a log_history that is no list")
+            raise ValueError(f"the trainer state {json_path} has a log_history that is not a list")
         state, files = cls(), LogFiles()
         try:
             SavedState(state, files).load_state_dict(content)

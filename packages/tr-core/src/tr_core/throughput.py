@@ -66,7 +66,7 @@ class Throughput:
         """Begin the first window, with the tokens seen so far in the whole run.
 
         Raises:
-            ValueError: the environment variable for the peak of a device is no positive number.
+            ValueError: the environment variable for the peak of a device is not a positive number.
         """
         peak_of_environment()  # not only at the first log
         self._since_s, self._tokens_seen = self._clock.training_s, tokens_seen

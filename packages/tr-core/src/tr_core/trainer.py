@@ -442,7 +442,7 @@ class Trainer(TransformersAttributes):
         self._derive()
 
     def _check_loss_func(self) -> None:
-        """Refuse a `compute_loss_func` that is no function, unless there is an override that may divide by itself."""
+        """Refuse a `compute_loss_func` that is not a function, unless an override may divide by itself."""
         given = self.compute_loss_func
         if given is not None and not callable(given) and not self.overrides("compute_loss"):
             raise TypeError(
@@ -472,7 +472,7 @@ class Trainer(TransformersAttributes):
         if not _same_parts(made_of, self._loss_made_of):
             self._check_loss_func()
             is_function = self.compute_loss_func is None or callable(self.compute_loss_func)
-            # As in the reference, what is no function says that an override divides its loss.
+            # As in the reference, what is not a function says that an override divides its loss.
             self.loss_function = self.compute_loss_func if is_function else None
             if args.label_smoothing_factor and self.compute_loss_func is None:
                 self.loss_function = LabelSmoother(args.label_smoothing_factor, inner)
@@ -1280,8 +1280,8 @@ class Trainer(TransformersAttributes):
 
         Raises:
             RuntimeError: neither training nor an evaluation is running.
-            ValueError: the name is taken, the value is no scalar, or the weight is negative or infinite.
-            TypeError: value or weight is no number.
+            ValueError: the name is taken, the value is not a scalar, or the weight is negative or infinite.
+            TypeError: value or weight is not a number.
         """
         if self.scope.metrics is None:
             raise RuntimeError(
@@ -2220,7 +2220,7 @@ Trainer.own_class = Trainer
 def _named(name: str, datasets: Any) -> Any:
     known = datasets if isinstance(datasets, dict) else {}
     if name not in known:
-        names = ", ".join(map(repr, known)) or "none, as eval_dataset is no dict"
+        names = ", ".join(map(repr, known)) or "none, as eval_dataset is not a dict"
         raise ValueError(f"there is no evaluation data set named {name!r}; those of this Trainer are: {names}")
     return known[name]
 

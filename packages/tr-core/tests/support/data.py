@@ -20,7 +20,7 @@ def sentences(firsts=(3, 1, 2, 5, 4), length=4):
 
 
 class MapStyle:
-    """A data set of rows that is no list, and notes which sample was asked for."""
+    """A data set of rows that is not a list, and notes which sample was asked for."""
 
     def __init__(self, rows):
         self.rows, self.asked = rows, []

@@ -304,7 +304,7 @@ def check_trainable(model: nn.Module, device: torch.device) -> None:
     name = type(model).__name__
     if not any(p.requires_grad for p in parameters.values()):
         raise ValueError(
-            f"{name} has no trainable parameter ({len(parameters)} in all, {len(parameters)} frozen); "
+            f"{name} has no trainable parameter (total {len(parameters)}, frozen {len(parameters)}); "
             "set requires_grad_(True) on those to train"
         )
     places = Counter(p.device for p in parameters.values())

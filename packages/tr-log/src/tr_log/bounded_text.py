@@ -380,7 +380,7 @@ def _mappings(node: Any) -> list[Any]:
     for each in named:
         if each.id != "mapping":
             raise ContentError(
-                f"merges what is no mapping, on line {_line(each)}; `<<` takes a mapping or a list of them"
+                f"merges what is not a mapping, on line {_line(each)}; `<<` takes a mapping or a list of them"
             )
     return named
 

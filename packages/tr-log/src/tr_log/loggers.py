@@ -66,7 +66,7 @@ def process_log_level(
         local_rank: number of this process on its node, from 0.
 
     Raises:
-        ValueError: a value is no level.
+        ValueError: a value is not a level.
     """
     main = _level_or(log_level, logging.INFO, "log_level")
     replica = _level_or(log_level_replica, logging.WARNING, "log_level_replica")
@@ -153,7 +153,7 @@ def rank_handler() -> RankHandler:
 
 
 def _env_int(variable: str, default: int) -> int:
-    # Launchers set these two, but others may use the names too. Text that is no number is ignored.
+    # Launchers set these two, but others may use the names too. Text that is not a number is ignored.
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else default
 
@@ -298,7 +298,7 @@ def info_once(logger: logging.Logger, message: str, *args: object) -> None:
 
 @lru_cache(maxsize=10_000)  # bounded, because texts with a counter in them would fill memory
 def _log_once(logger: logging.Logger, level: int, text: str) -> None:
-    # The text is complete, so a percent sign in it is no placeholder.
+    # The text is complete, so a percent sign in it is not a placeholder.
     logger.log(level, "%s", text, stacklevel=3)
 
 

@@ -1,7 +1,7 @@
 """Mask access tokens and passwords in what is shown: one rule for arguments, trackers, logs, errors and commands.
 
 A value is a secret by the name it has (`is_secret`), a part of a text by its form (`mask_secrets`). Names of tokens of
-a text, such as `image_token` and `num_tokens`, are no secrets.
+a text, such as `image_token` and `num_tokens`, are not secrets.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def progress(
 def progress_bar(
     description: str, total: int | None = None, *, unit: str = "it", stream: TextIO | None = None
 ) -> Iterator[Bar]:
-    """Yield a bar whose `advance(amount)` counts units as done, for work that is no iteration.
+    """Yield a bar whose `advance(amount)` counts units as done, for work that is not an iteration.
 
     Args:
         description: name of the work.

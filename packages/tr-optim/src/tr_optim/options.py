@@ -45,7 +45,7 @@ def number(value: Any) -> float:
     """Convert to a float.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is not a number.
     """
     if not isinstance(value, bool):
         try:
@@ -59,7 +59,7 @@ def whole_number(value: Any) -> int:
     """Convert to an int.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is not a whole number.
     """
     found = number(value)
     if not found.is_integer():
@@ -108,7 +108,7 @@ def word(value: Any) -> str:
     """Return text; `none` where it was read as nothing.
 
     Raises:
-        ValueError: it is no text.
+        ValueError: it is not text.
     """
     if value is None or isinstance(value, str):
         return "none" if value is None else value

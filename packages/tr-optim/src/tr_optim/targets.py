@@ -66,7 +66,7 @@ def find_targets(model: nn.Module, names: str | Sequence[str]) -> Targets:
 
     Raises:
         ValueError: a name stands for nothing, or for frozen parameters only.
-        TypeError: `names` is no string and no list of strings.
+        TypeError: `names` is neither a string nor a list of strings.
     """
     patterns = [names] if isinstance(names, str) else names
     if not isinstance(patterns, Sequence) or not all(isinstance(name, str) for name in patterns):

@@ -155,7 +155,7 @@ class StepRange(str):
     """Consecutive optimizer steps, counted from 1: `10:15` are six of them, `10` is one. It compares equal to its text.
 
     Raises:
-        RefusedError: (a ValueError) the text is no step from 1, and no two of them in their order.
+        RefusedError: (a ValueError) the text is not a step from 1, and no two of them in their order.
     """
 
     __slots__ = ()

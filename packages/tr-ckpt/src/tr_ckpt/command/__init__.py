@@ -189,7 +189,7 @@ def _add_prefix(action: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; give 1 or more")
     return int(text)
 
 
@@ -197,5 +197,5 @@ def _size_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give one such as 500MB or 5GB")
     return size

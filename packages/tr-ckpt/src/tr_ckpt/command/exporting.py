@@ -74,7 +74,7 @@ def _check_target(target: Path, prefix: str, *, overwrite: bool) -> None:
         name for name in (names.MANIFEST, "trainer_state.json") if (target / name).exists()
     ]
     if target.is_symlink() or kept or not any((target / name).exists() for name in _MODEL_FILES):
-        what = f"it holds {kept[0]}" if kept else "it is no model folder"
+        what = f"it holds {kept[0]}" if kept else "it is not a model folder"
         raise CheckpointError(f"{target} is not replaced: {what}; give another folder")
 
 

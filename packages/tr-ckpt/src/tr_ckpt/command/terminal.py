@@ -55,7 +55,7 @@ def say_lines(text: str) -> None:
 
 
 def terminal_width() -> int | None:
-    """Return how many characters fit a line; None, no limit, if the output is no terminal and COLUMNS is unset."""
+    """Return how many characters fit a line; None, no limit, if the output is not a terminal and COLUMNS is unset."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns
     return None
@@ -95,7 +95,7 @@ def _line(columns: Sequence[Column], row: int) -> str:
 
 
 class Progress:
-    """A progress line on stderr, gone at the end; nothing is drawn if that is no terminal.
+    """A progress line on stderr, gone at the end; nothing is drawn if that is not a terminal.
 
     Args:
         total_bytes: how much will be read.

@@ -38,7 +38,7 @@ def read(path: str | Path) -> ForeignCheckpoint:
         if reader.recognises(path):
             return reader.read(path)
     known = ", ".join(reader.PROGRAM for reader in READERS)
-    raise CheckpointError(f"{path} is no checkpoint of a program that is read here ({known})")
+    raise CheckpointError(f"{path} is not a checkpoint of a program whose checkpoints can be read ({known})")
 
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def convert(source: str | Path, target: str | Path, *, prefix: str = "checkpoint
     directory = Path(target).expanduser().absolute()
     name = names.checkpoint_name(prefix, checkpoint.step)
     if reads.is_there(directory / name, follow=False):
-        raise CheckpointError(f"{directory / name} exists; give another folder, for nothing is written over")
+        raise CheckpointError(f"{directory / name} exists; give another folder: nothing is overwritten")
     held = _parts_to_write(checkpoint)
     with locked(directory):
         folder = _write(checkpoint, directory, prefix, held)

@@ -130,7 +130,7 @@ def _from_numpy(value: Any) -> Any:
     """Return a NumPy array as a tensor, and a scalar as a number; anything else as it is.
 
     Raises:
-        CheckpointError: it is no array of numbers that torch has.
+        CheckpointError: it is not an array of numbers that torch has.
     """
     if type(value).__module__ != "numpy":
         return value

@@ -57,8 +57,8 @@ def read_archive(path: Path) -> Any:
         raise type(error)(f"{name} cannot be read: {error}") from error
     except zipfile.BadZipFile as error:
         raise DamagedCheckpointError(
-            f"{name} is no whole archive of torch.save: {error}. One that was written before torch 1.6 must be loaded "
-            "and saved again with a later one"
+            f"{name} is not a whole archive of torch.save: {error}. One that was written before torch 1.6 must be "
+            "loaded and saved again with a later one"
         ) from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -173,7 +173,7 @@ def weight_map(path: Path) -> dict[str, str]:
         raise DamagedCheckpointError(f"{path.name} names {problem}")
     for file in files:
         if "/" in file or Path(file).suffix not in (".safetensors", ".bin"):
-            raise DamagedCheckpointError(f"{path.name} names {file!r}, which is no file of weights beside it")
+            raise DamagedCheckpointError(f"{path.name} names {file!r}, which is not a file of weights beside it")
     return placed
 
 
@@ -189,5 +189,5 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items()
     ):
-        raise CheckpointError(f"{path.name} holds more than tensors by name; it is no file of weights")
+        raise CheckpointError(f"{path.name} holds more than tensors by name; it is not a file of weights")
     return dict(weights)

@@ -111,7 +111,7 @@ def commit_of(repository: HubRepository) -> Commit:
 
     Raises:
         PushError: the request failed.
-        CheckpointError: the answer is no valid commit or listing.
+        CheckpointError: the answer is not a valid commit or listing.
     """
     if "/" not in repository.repo_id:
         owner = repository.ask(

@@ -109,7 +109,7 @@ def export(
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes} holds no tensor; give 1 or more, or None")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is no empty folder; give another")
+        raise CheckpointError(f"{target} exists and is not an empty folder; give another")
     described = _checked(source, part)
     processes.begin_beating()
     for left in staging.cut_short(target.parent, "writing", target.name):

@@ -25,7 +25,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     `metric_for_best_model` and `greater_is_better` give the metric and the direction. With several evaluation data
     sets, only the results that hold the metric count. For a dict of data sets, prefix the metric with the name of one
-    (`metric_for_best_model="english_loss"`). A metric that is NaN is no improvement. Every checkpoint holds the
+    (`metric_for_best_model="english_loss"`). A metric that is NaN is not an improvement. Every checkpoint holds the
     counter; a run that is not resumed begins at 0. Resuming a run that was stopped here does not continue it.
 
     Raises:

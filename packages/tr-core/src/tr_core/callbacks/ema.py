@@ -137,7 +137,7 @@ class WeightAverage:
         own = self.state_dict()
         if odd := sorted(set(own) ^ set(state_dict)):
             raise ValueError(
-                f"the average was kept of other weights: {', '.join(odd[:5])}{', ...' if odd[5:] else ''} are only in "
+                f"the saved average is of other weights: {', '.join(odd[:5])}{', ...' if odd[5:] else ''} are only in "
                 "one of them; the same parameters must be frozen as when it was saved"
             )
         for name, average in own.items():

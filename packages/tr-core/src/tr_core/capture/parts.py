@@ -173,7 +173,7 @@ def _state_keys(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Ten
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         if other := [name for name, value in state.items() if value is not None and type(value) is not torch.Tensor]:
-            raise NotCapturableError(f"its state holds {', '.join(map(repr, other))}, which are no tensors")
+            raise NotCapturableError(f"its state holds {', '.join(map(repr, other))}, which are not tensors")
         keys.append([name for name, value in state.items() if value is not None])
     return keys
 

@@ -57,7 +57,7 @@ def restore_parts(
         return restored
     missing = ""
     if ADAPTER not in names:
-        missing = "weights of the whole model, under a name that is read here"
+        missing = "weights of the whole model, under a known name"
     elif ADAPTER not in restored.loaded:
         missing = "adapter"
     elif UNFROZEN not in restored.loaded and cast("_Unfrozen", parts[UNFROZEN]).names():
@@ -104,7 +104,7 @@ class _Adapter(_Part):
         own = _as_peft_saves(self._model, state)
         if odd := sorted(set(own) ^ set(state_dict)):
             raise ValueError(
-                f"the adapter is another than the one that was saved: {', '.join(odd[:3])}{', ...' if odd[3:] else ''} "
+                f"the adapter differs from the one that was saved: {', '.join(odd[:3])}{', ...' if odd[3:] else ''} "
                 "are only in one of them; give the model an adapter with the saved configuration"
             )
         name_of = _names(own, state)
@@ -125,7 +125,7 @@ class _Unfrozen(_Part):
         state = state_held_here(self._whole)
         if odd := sorted(self._names_in(state) ^ set(state_dict)):
             raise ValueError(
-                f"other weights are trained beside the adapter than when it was saved: {', '.join(odd[:3])}"
+                f"the weights trained beside the adapter differ from those when it was saved: {', '.join(odd[:3])}"
                 f"{', ...' if odd[3:] else ''}; freeze the same ones"
             )
         self._load(dict(state_dict), state)

@@ -177,7 +177,7 @@ class _ArgumentChanges:
         return f"applied; the best so far is forgotten{', and the schedule starts over' if follows else ''}"
 
     def further_lines(self) -> list[str]:
-        """Return changes that are no arguments: positions on the schedule, and groups that the user's code built."""
+        """Return changes that are not arguments: positions on the schedule, and groups that the user's code built."""
         lines, before, steps = [], self.saved["steps"], self.settings.steps
         if self.place is not None and before != steps:
             lines.append(f"steps of the schedule: {before} -> {steps}, of which {self.place} count as done")

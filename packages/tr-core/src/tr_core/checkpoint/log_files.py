@@ -153,7 +153,7 @@ def _write(folder: Path, entries: list[dict[str, Any]], before: dict[str, Any] |
 def _read(folder: Path, link: dict[str, Any]) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     path = folder / str(link["name"])
     if path.parent != folder:
-        raise ValueError(f"{link['name']!r} is no file of it")
+        raise ValueError(f"{link['name']!r} is not a file of it")
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != link["sha256"]:
         raise ValueError(f"{path.name} was changed after it was written")

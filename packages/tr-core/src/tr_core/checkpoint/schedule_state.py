@@ -43,7 +43,7 @@ def load_as_saved(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
     for kind, sign in ((LambdaLR, "lr_lambdas"), (ReduceLROnPlateau, "num_bad_epochs")):
         if isinstance(schedule, kind) != (sign in state) and (sign not in state or is_known(schedule)):
             raise ValueError(
-                f"the checkpoint's schedule is of another kind than {type(schedule).__name__}, which the arguments "
+                f"the schedule in the checkpoint is not a {type(schedule).__name__}, which the arguments "
                 "make now; resume with the saved lr_scheduler_type"
             )
     schedule.load_state_dict(dict(state))

@@ -61,7 +61,7 @@ class DataCollatorForLanguageModeling:
         check_return_tensors(self)
         for name in ("mlm_probability", "mask_replace_prob", "random_replace_prob"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is no probability; give a number from 0 to 1")
+                raise ValueError(f"{name}={getattr(self, name)} is not a probability; give a number from 0 to 1")
         if self.mask_replace_prob + self.random_replace_prob > 1:
             raise ValueError(
                 f"mask_replace_prob={self.mask_replace_prob} and random_replace_prob={self.random_replace_prob} are "
@@ -102,7 +102,7 @@ class DataCollatorForLanguageModeling:
         return in_kind(batch, return_tensors or self.return_tensors)
 
     def _pad(self, features: Sequence[Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """Return the padded batch, and a mask of the tokens that are no padding, if known."""
+        """Return the padded batch, and a mask of the tokens that are not padding, if known."""
         if isinstance(features[0], Mapping):
             made_here = ("labels", "offset_mapping")
             rows = [{key: value for key, value in row.items() if key not in made_here} for row in features]

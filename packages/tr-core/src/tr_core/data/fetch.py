@@ -118,8 +118,8 @@ class KeepColumns:
             return
         self._logged.add(hidden)
         logger.info(
-            "columns %s of the data are no arguments of the forward of %s and are not given to it; a data collator "
-            "that asks for one by name gets it, and remove_unused_columns=False keeps them all",
+            "columns %s of the data are not arguments of the forward method of %s and are not passed to it; a data "
+            "collator that asks for one by name gets it, and remove_unused_columns=False keeps them all",
             sorted(hidden),
             self._model_name,
         )

@@ -116,8 +116,8 @@ class UserLoader:
             if in_epoch:
                 logger.warning(
                     "the checkpoint is inside an epoch of %d processes over a loader of your own, now there are %d: "
-                    "what its order was drawn from is another one's and is not restored, so that samples may be "
-                    "repeated or left out where the order is random",
+                    "the random state that its order was drawn from belongs to another number of processes and is "
+                    "not restored, so that samples may be repeated or left out where the order is random",
                     len(places),
                     world_size,
                 )

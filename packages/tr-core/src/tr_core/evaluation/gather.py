@@ -68,21 +68,21 @@ def check_same_on_ranks(mine: str, strategy: Strategy, what: str) -> None:
     if highest != -negated_lowest:
         has = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(strategy.gather_objects(mine)))
         raise ValueError(
-            f"{what} is another on each rank, and cannot be joined: {has}. Give every sample labels, or none; leave "
+            f"{what} differs between ranks, and cannot be joined: {has}. Give every sample labels, or none; leave "
             "out an output that only some batches have, with ignore_keys or preprocess_logits_for_metrics"
         )
 
 
 def gather_tree(tree: Any, strategy: Strategy, count: int | None) -> Any:
-    """Join the rows of every tensor in a tree by `gather_rows`; leaves that are no tensors become None."""
+    """Join the rows of every tensor in a tree by `gather_rows`; leaves that are not tensors become None."""
     return None if tree is None else map_tensors(lambda tensor: gather_rows(tensor, strategy, count), tree)
 
 
 def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: bool) -> Any:
-    """Join a tree with leaves that are no tensors: those become lists of all ranks' objects.
+    """Join a tree with leaves that are not tensors: those become lists of all ranks' objects.
 
-    A list holds one object for each sample; any other leaf that is no tensor is one object of its batch. In tuples and
-    mappings, `gather_rows` joins the tensors. `counts` is False where this rank's samples are fillers.
+    A list holds one object for each sample; any other leaf that is not a tensor is one object of its batch. In tuples
+    and mappings, `gather_rows` joins the tensors. `counts` is False where this rank's samples are fillers.
     """
     if tree is None:
         return None

@@ -20,7 +20,7 @@ from tr_core.signatures import names_argument
 _CHUNK = 1024
 _NO_MEAN_OVER_TOKENS = (
     "eval_perplexity=True needs a mean over tokens, but the loss does not depend on num_items_in_batch, the number of "
-    "tokens: it is a mean of another kind. Divide a summed loss by num_items_in_batch, or set eval_perplexity=False"
+    "tokens: it is not a mean over tokens. Divide a summed loss by num_items_in_batch, or set eval_perplexity=False"
 )
 _WEIGHTS_UNKNOWN = (
     "the loss of this evaluation is {} if its batches count by their samples and {} if they count by their targets, "
@@ -50,7 +50,7 @@ class EvaluationLoss:
         """Add a batch.
 
         Raises:
-            ValueError: perplexity is requested, and the labels are no tokens.
+            ValueError: perplexity is requested, and the labels are not tokens.
         """
         if loss is None:
             return
@@ -170,7 +170,7 @@ def is_streaming(metrics: Any) -> bool:
 
 
 def check_streaming(metrics: Any) -> None:
-    """Raise if a value in a mapping of metrics is no metric."""
+    """Raise if a value in a mapping of metrics is not a metric."""
     if isinstance(metrics, StreamingMetric):
         return
     wrong = {name: metric for name, metric in metrics.items() if not isinstance(metric, StreamingMetric)}

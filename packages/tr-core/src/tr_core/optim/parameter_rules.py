@@ -160,7 +160,7 @@ def _nearest(pattern: str, model: nn.Module) -> str:
         re.compile(pattern)
         hint = ""
     except re.error as error:
-        hint = f" and is no regular expression ({error})"
+        hint = f" and is not a regular expression ({error})"
     names = [name for name, _ in model.named_parameters()]
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_usage(path: Path, words: Sequence[str]) -> None:
-    """Raise ValueError if the target is no file of a known kind, or an option of the command comes after it."""
+    """Raise ValueError if the target is not a file of a known kind, or an option of the command comes after it."""
     kinds = (".py", *_CONFIGURATIONS)
     if path.suffix.lower() not in kinds:
         raise ValueError(

@@ -73,7 +73,7 @@ CODES: dict[str, Code] = {
     "T405": Code("error", "a label is outside the model's classes"),
     "T406": Code("info", "data that can be read only once was not read"),
     "T407": Code("error", "the evaluation data is empty"),
-    "T408": Code("error", "labels are no whole numbers"),
+    "T408": Code("error", "labels are not whole numbers"),
     "T409": Code("warning", "the data holds a number that is not finite"),
     "T410": Code("error", "the data set does not hold samples"),
     "T411": Code("error", "a column of text was not tokenized"),

@@ -69,7 +69,7 @@ def check_checkpointing_options(options: Mapping[str, Any] | None) -> dict[str, 
     """Return the options with their defaults.
 
     Raises:
-        ValueError: an option is unknown, or `every_n_layers` is no whole number of at least 1.
+        ValueError: an option is unknown, or `every_n_layers` is not a whole number of at least 1.
     """
     takes = set(parameters_of(checkpoint)) - {"function", "args", "kwargs", "context_fn"}
     known = sorted(takes | {"preserve_rng_state", "every_n_layers", "offload"})

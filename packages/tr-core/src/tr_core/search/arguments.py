@@ -36,8 +36,8 @@ def converted(args: TrainingArguments, values: Any) -> dict[str, Any]:
     """Return a search space's values, converted to the types of the arguments; `args` do not change.
 
     Raises:
-        ValueError: a name is no argument, or one that a trial cannot set, or a value does not fit. The message lists
-            all problems.
+        ValueError: a name is not an argument, or one that a trial cannot set, or a value does not fit. The message
+            lists all problems.
     """
     if not isinstance(values, Mapping):
         raise ValueError(

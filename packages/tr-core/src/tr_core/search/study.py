@@ -180,7 +180,7 @@ def _journal(path: Path, resume: bool) -> Any:
     """Return the storage in a file.
 
     Raises:
-        ValueError: the file is no journal of Optuna's.
+        ValueError: the file is not a journal of Optuna's.
     """
     if not resume:
         path.unlink(missing_ok=True)
@@ -197,7 +197,7 @@ def _journal(path: Path, resume: bool) -> Any:
         return _JournalOfPlainChoices(backend)
     except Exception as error:  # whatever Optuna finds in a file that it did not write
         raise ValueError(
-            f"{path} is no journal of a search ({type(error).__name__}: {error}); restore it, or remove it"
+            f"{path} is not a journal of a search ({type(error).__name__}: {error}); restore it, or remove it"
         ) from None
 
 

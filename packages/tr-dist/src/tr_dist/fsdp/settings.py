@@ -105,8 +105,8 @@ class Sharding:
         local = local_world_size or world_size
         if world_size % local:
             raise ValueError(
-                f"fsdp={self.strategy!r} needs as many processes on every machine, and {world_size} in all are not a "
-                f"multiple of the {local} here"
+                f"fsdp={self.strategy!r} needs as many processes on every machine, and a total of {world_size} is not "
+                f"a multiple of the {local} here"
             )
         return world_size // local, local
 

@@ -156,7 +156,7 @@ def _end(processes: list[BaseProcess], connections: list[Connection]) -> None:
 
 
 def _check_ends(processes: list[BaseProcess]) -> None:
-    """Refuse a rank that crashed after it had returned; a rank that was killed while it ended is no crash."""
+    """Refuse a rank that crashed after it had returned; a rank that was killed while it ended is not a crash."""
     crashed = [f"rank {rank} with {p.exitcode}" for rank, p in enumerate(processes) if p.exitcode not in (0, -9)]
     if crashed:
         raise RankError(f"returned, and then ended with an exit code: {', '.join(crashed)}")

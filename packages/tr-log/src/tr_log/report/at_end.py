@@ -80,7 +80,7 @@ def write_report(folders: Sequence[Path], target: Path) -> list[RunFolder]:
 
     runs = find_runs(folders)
     text = page(runs, place=target.parent)
-    replace_file(target, text.encode("utf-8", "replace"))  # a folder may have a name that is no text
+    replace_file(target, text.encode("utf-8", "replace"))  # a folder may have a name that is not text
     return runs
 
 

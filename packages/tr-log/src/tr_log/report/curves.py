@@ -41,7 +41,7 @@ Curve = tuple[list[int], list[float | None]]
 def curves(entries: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     """Return the curve of every logged number by name: loss, rate and norm first, then the others as they were logged.
 
-    What a run logs once at its end (`train_...`) is no curve.
+    What a run logs once at its end (`train_...`) is not a curve.
     """
     found: dict[str, Curve] = {}
     for entry in entries:

@@ -102,7 +102,7 @@ class _Projecting(Optimizer):
                 )
             if parameter.dim() != 2 or parameter.numel() == 0:
                 raise ValueError(
-                    f"{what} is no matrix, and galore-torch projects nothing else; use {self.own}, which projects "
+                    f"{what} is not a matrix, and galore-torch projects nothing else; use {self.own}, which projects "
                     "stacks of matrices too, or put it into a group without a rank"
                 )
         check_group(group, type(self).__name__)
@@ -174,8 +174,8 @@ class GaLoreTorchAdamW(_Projecting, _ADAMW["AdamW"]):
 
     Fixed: the state holds tensors, copied when it is loaded, and its bases no more memory than their own;
     `step` takes a closure; `scale` and `update_proj_gap` of a group count from when they are changed, and a `rank` or
-    `proj_type` that the state does not have is refused; `reverse_std` works with any rank; what is no matrix, flattened
-    or sharded is refused.
+    `proj_type` that the state does not have is refused; `reverse_std` works with any rank; what is not a matrix,
+    flattened or sharded is refused.
 
     State of a projected `m x n` matrix, std, m <= n, in the gradient's dtype: `basis_left` `m x r`, `exp_avg` and
     `exp_avg_sq` `r x n`, and `step`.

@@ -77,13 +77,13 @@ class MuonAdamW(WholeParameters):
         """Add a group.
 
         Raises:
-            ValueError: a parameter is a DTensor, or one for Muon is no matrix.
+            ValueError: a parameter is a DTensor, or one for Muon is not a matrix.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["projects"] and (odd := [tuple(p.shape) for p in group["params"] if p.dim() != 2]):
             raise ValueError(
-                f"MuonAdamW: a parameter of shape {odd[0]} is no matrix; Muon updates matrices only: name those in "
+                f"MuonAdamW: a parameter of shape {odd[0]} is not a matrix; Muon updates matrices only: name those in "
                 "optim_target_modules"
             )
 

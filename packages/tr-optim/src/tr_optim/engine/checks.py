@@ -82,8 +82,8 @@ def _check_projectable(parameter: torch.Tensor, owner: str) -> None:
         )
     if parameter.dim() not in (2, 3) or parameter.numel() == 0:
         raise ValueError(
-            f"{owner}: a parameter of shape {shape} is no matrix and no stack of matrices; put it into a group without "
-            "a rank"
+            f"{owner}: a parameter of shape {shape} is neither a matrix nor a stack of matrices; put it into a group "
+            "without a rank"
         )
 
 
@@ -99,7 +99,7 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if gradient.shape != parameter.shape:
         raise RuntimeError(
             f"the gradient of a parameter of shape {shape} has the shape {tuple(gradient.shape)}: a part of flattened "
-            "gradients, as ZeRO and FSDP1 make them, is no matrix to project; train with replicas (strategy='ddp')"
+            "gradients, as ZeRO and FSDP1 make them, is not a matrix to project; train with replicas (strategy='ddp')"
         )
     if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
         raise RuntimeError(
@@ -243,7 +243,7 @@ def check_moments(saved: State, parameter: torch.Tensor, group: dict[str, Any], 
     """
     needed: State = {}
     rule.start(needed, torch.empty(_gradient_shape(saved, parameter, group), device="meta"), group)
-    # Scales are no moments: float32 ones become codes.
+    # Scales are not moments: float32 ones become codes.
     moments = {name: value.shape for name, value in needed.items() if not name.endswith("_scale")}
     check_shapes(saved, moments, parameter, owner)
 
