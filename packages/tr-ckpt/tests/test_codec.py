@@ -253,8 +253,8 @@ def test_json_that_no_save_wrote_is_refused(encoded, message, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": NaN}', "NaN is no JSON value"),
-        ('{"a": -Infinity}', "-Infinity is no JSON value"),
+        ('{"a": NaN}', "NaN is not a JSON value"),
+        ('{"a": -Infinity}', "-Infinity is not a JSON value"),
         ('{"a": 1, "a": 2}', "the name 'a' occurs twice in one object"),
         ("{", "Expecting"),
         ("[" * 100_000, "recursion"),

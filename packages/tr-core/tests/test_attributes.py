@@ -116,7 +116,7 @@ def test_a_smoother_that_is_assigned_smooths(make_trainer):
 
 def test_a_smoother_of_another_kind_is_refused(make_trainer):
     trainer = make_trainer()
-    with pytest.raises(TypeError, match="is no LabelSmoother with ignore_index=-100; pass compute_loss_func="):
+    with pytest.raises(TypeError, match="is not a LabelSmoother with ignore_index=-100; pass compute_loss_func="):
         trainer.label_smoother = nn.CrossEntropyLoss()
 
 

@@ -437,7 +437,7 @@ def test_an_average_of_other_weights_is_refused():
     saved = WeightAverage(Classifier(), 0.9).state_dict()
     other = Classifier()
     other.layers[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"kept of other weights: layers.0.bias, layers.0.weight are only in one"):
+    with pytest.raises(ValueError, match=r"is of other weights: layers.0.bias, layers.0.weight are only in one"):
         WeightAverage(other, 0.9).load_state_dict(saved)
     saved["layers.0.bias"] = torch.zeros(2)
     with pytest.raises(ValueError, match=r"layers.0.bias has the shape \(2,\), the weight \(16,\)"):

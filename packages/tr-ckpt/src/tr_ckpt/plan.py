@@ -3,7 +3,7 @@
 A part is written whole by rank 0, or by each rank if each has a state of its own. If its state holds DTensors, every
 rank writes its own shards, and nothing is gathered: each rank lists what it holds (`Share`), the ranks exchange these
 lists, and from the same lists every rank computes the same plan, with the planner of torch.distributed.checkpoint. If
-several ranks hold a chunk, the one with the least to write so far writes it. Tensors that are no DTensors are rank 0's.
+several ranks hold a chunk, the one with the least to write so far writes it. Plain tensors are rank 0's.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def parse_json(text: str, *, is_lax: bool = False) -> Any:
 
 
 def _refuse_constant(constant: str) -> None:
-    raise CheckpointError(f"{constant} is no JSON value")
+    raise CheckpointError(f"{constant} is not a JSON value")
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Return the content of the file; NaN and infinite numbers are accepted, although JSON has none.
 
     Raises:
-        DamagedCheckpointError: it does not exist, is no JSON, or names no step.
+        DamagedCheckpointError: it does not exist, is not JSON, or names no step.
         UnreadableError: it cannot be read.
     """
     untrusted.require_regular_file(folder / TRAINER_STATE)

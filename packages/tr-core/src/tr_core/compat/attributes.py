@@ -158,8 +158,8 @@ class TransformersAttributes:
         is_usual = type(smoother).__name__ == "LabelSmoother" and smoother.ignore_index == IGNORED_TARGET
         if smoother is not None and not is_usual:
             raise TypeError(
-                f"trainer.label_smoother = {smoother!r} is no LabelSmoother with ignore_index={IGNORED_TARGET}; pass "
-                "compute_loss_func=, which gets the outputs and the labels"
+                f"trainer.label_smoother = {smoother!r} is not a LabelSmoother with ignore_index={IGNORED_TARGET}; "
+                "pass compute_loss_func=, which gets the outputs and the labels"
             )
         self.args.label_smoothing_factor = 0.0 if smoother is None else smoother.epsilon
 
