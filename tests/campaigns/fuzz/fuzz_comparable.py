@@ -61,6 +61,8 @@ REASONS = (
     lambda run: bool(run.assigned),  # what followed from the values before stays
     lambda run: run.max_steps > 0 and "stop_the_epoch" in dict(run.habits),  # it ends with the epochs it had planned
     lambda run: bool(run.changed),  # what it does then is a resume of its own, not what the arguments say
+    # Asked to stop before the first step, it makes one.
+    lambda run: run.eval_first and ("stop_after_an_evaluation", 0) in run.habits,
     lambda run: run.loader == "own_list",
     lambda run: any(not HABITS[name].reference for name, _ in run.habits),
     lambda run: run.ranks > 1,
