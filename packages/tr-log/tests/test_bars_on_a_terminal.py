@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from tr_log.layout import Layout
+
 pytest.importorskip("pty", reason="needs pseudo-terminals")
 
 TRAINING = """
@@ -27,11 +29,21 @@ def display(terminal):
     return training(terminal, "loop.pause = lambda: time.sleep(0.03)")
 
 
+def test_a_log_entry_is_in_columns_and_broken_between_its_values():
+    layout = Layout()
+    assert layout.entry(["step 1/9", "loss 0.512", "lr 0.1"], 80) == ["step 1/9  loss 0.512  lr 0.1"]
+    assert layout.entry(["step 2/9", "loss 0.5", "lr 0.1"], 80) == ["step 2/9  loss 0.5    lr 0.1"]
+    assert layout.entry(["step 3/9", "loss 0.5", "lr 0.1", "epoch 1"], 20) == [
+        "step 3/9  loss 0.5",
+        "    lr 0.1  epoch 1",
+    ]
+
+
 def test_log_lines_stay_and_bars_are_taken_away(display):
     lines = display.shown
     assert lines[0] == "training for 40 steps, 2 epochs"
     assert lines[1] == "step 10/40 (25%)  loss 0.1  grad_norm 1.25  lr 0.0001  epoch 0.5"
-    assert lines[3] == "step 20/40 (50%)  evaluation  eval_loss 0.04762  epoch 1  0.5 s, 64 samples/s"
+    assert lines[3] == "step 20/40 (50%)  evaluation  eval_loss 0.04762  epoch 1    0.5 s, 64 samples/s"
     assert lines[7].startswith("training finished  40 steps in 0:0")
     assert lines[7].endswith("32 samples/s  train_loss 0.5")
     assert len(lines) == 8

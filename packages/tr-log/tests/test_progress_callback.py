@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,6 +83,23 @@ def test_the_speed_leaves_evaluations_out_and_the_time_left_counts_them(stream, 
 def test_an_evaluation_alone_is_one_line(stream, tmp_path, make_loop):
     make_loop([ProgressCallback(stream)], tmp_path).evaluate()
     assert lines(stream) == ["evaluation  eval_loss 1  epoch 0  0.5 s, 64 samples/s"]
+
+
+@pytest.mark.parametrize(("greater", "expected"), [(False, [0.5, 0.25]), (True, [0.5, 0.75])])
+def test_an_evaluation_that_is_better_than_all_before_says_so(stream, greater, expected):
+    shows = ProgressCallback(stream)
+    args = SimpleNamespace(disable_tqdm=False, metric_for_best_model="f1", greater_is_better=greater)
+    state = SimpleNamespace(
+        is_world_process_zero=True, global_step=0, max_steps=9, num_train_epochs=1, epoch=0, best_metric=None
+    )
+    shows.on_train_begin(args, state, None)
+    for value in (0.5, float("nan"), 0.25, 0.75, 0.5):
+        shows.on_log(args, state, None, {"eval_f1": value, "eval_runtime": 1.0})
+        best = state.best_metric
+        if best is None or (value > best if greater else value < best):
+            state.best_metric = value  # as the Trainer does, after the log
+    told = [line for line in lines(stream) if line.endswith("new best")]
+    assert [float(line.split("eval_f1 ")[1].split()[0]) for line in told] == expected
 
 
 def test_an_evaluation_that_took_no_time_and_one_of_another_name_are_shown_as_such(stream, tmp_path, make_loop):

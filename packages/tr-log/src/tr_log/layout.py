@@ -59,6 +59,19 @@ class Layout:
     def __init__(self) -> None:
         self._name, self._cells = 0, [0, 0, 0, 0]
         self._figures: dict[str, int] = {}
+        self._pieces: dict[str, int] = {}
+
+    def entry(self, pieces: Sequence[str], width: int) -> list[str]:
+        """Return a log entry on lines of at most `width` characters: values below those of the same name before."""
+        lines = [""]
+        for piece in pieces:
+            name = piece.partition(" ")[0]
+            known = self._pieces[name] = max(self._pieces.get(name, 0), len(piece)) if name.isidentifier() else 0
+            padded = piece.ljust(known) + "  "
+            if lines[-1] and len(lines[-1] + piece) > width:
+                lines.append("    ")
+            lines[-1] += padded
+        return [line.rstrip() for line in lines]
 
     def lines(self, rows: Sequence[Row], console: Console, width: int, height: int) -> list[Text]:
         """Return at most `height` lines of at most `width` characters."""
@@ -141,12 +154,12 @@ class Display(ABC):
         """Draw all bars now, unless there were many drawings in the last second."""
 
     @abstractmethod
-    def write(self, line: str) -> None:
-        """Write a line above the bars; it may contain colour codes."""
+    def write(self, line: str, style: str = "") -> None:
+        """Write a line above the bars, in a style of rich's; it may contain colour codes."""
 
-    def log(self, line: str, step: int, entry: Mapping[str, Any]) -> None:
-        """Show a log entry, of which `line` is the line."""
-        self.write(line)
+    @abstractmethod
+    def log(self, pieces: Sequence[str], step: int, entry: Mapping[str, Any], style: str = "") -> None:
+        """Show a log entry; `pieces` are its names and values as text."""
 
 
 def _bar(share: float | None, console: Console, width: int) -> Text:

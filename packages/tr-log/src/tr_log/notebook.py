@@ -77,12 +77,12 @@ class NotebookOutput(Display):
             self._handle.update(content, raw=True)
         self._next_s = self.clock() + SECONDS_BETWEEN_UPDATES
 
-    def write(self, line: str) -> None:
+    def write(self, line: str, style: str = "") -> None:
         """Show a message in place of the last one."""
         self._message = line
         self.draw()
 
-    def log(self, line: str, step: int, entry: Mapping[str, Any]) -> None:
+    def log(self, pieces: Sequence[str], step: int, entry: Mapping[str, Any], style: str = "") -> None:
         """Add a log entry to table and curve; entries of the same step share a row."""
         known = {formatting.SHORT_NAMES.get(name, name): formatting.to_scalar(entry[name]) for name in entry}
         self._entries.setdefault(step, {}).update(known)

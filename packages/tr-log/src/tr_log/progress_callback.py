@@ -7,7 +7,7 @@ for each log elsewhere. `PrinterCallback` prints each log entry as a dict and sh
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from tr_log import formatting
@@ -162,22 +162,24 @@ class ProgressCallback(EveryEvent):
             rate, eta_s = self._pace.rate(state.global_step), self._pace.eta_s(state.global_step)
             pieces += [formatting.speed(rate)] if rate else []
             pieces += [f"eta {formatting.duration(eta_s)}"] if eta_s is not None else []
-        self._log("  ".join(pieces), state.global_step, logs)
+        self._log(pieces, state.global_step, logs)
 
     def _write_evaluation(self, state: Any, logs: Mapping[str, Any]) -> None:
         if self._pace is not None:
             self._pace.exclude(_runtime_s(logs) or 0.0)
         total = self._pace.total if self._pace is not None else None
         where = [f"step {formatting.position(state.global_step, total)}"] if state.global_step else []
-        self._log("  ".join([*where, "evaluation", *formatting.evaluation(logs)]), state.global_step, logs)
+        is_best = self._pace is not None and _is_new_best(self._args, state, logs)
+        pieces = [*where, "evaluation", *formatting.evaluation(logs), *["new best"] * is_best]
+        self._log(pieces, state.global_step, logs, "bold green" if is_best else "bold")
         self._shown = frozenset(logs)
 
-    def _log(self, line: str, step: int, entry: Mapping[str, Any]) -> None:
+    def _log(self, pieces: Sequence[str], step: int, entry: Mapping[str, Any], style: str = "") -> None:
         self._find_display()
         if self._display is not None:
-            self._display.log(line, step, entry)
+            self._display.log(pieces, step, entry, style)
         else:
-            self._write(line)
+            self._write("  ".join(pieces))
 
     def _write(self, line: str) -> None:
         if self._display is not None:
@@ -256,6 +258,17 @@ def _is_shown(args: Any, state: Any) -> bool:
 def _runtime_s(logs: Mapping[str, Any]) -> float | None:
     # Only an evaluation's entry has this name, with any prefix.
     return next((float(logs[name]) for name in logs if name.endswith("_runtime")), None)
+
+
+def _is_new_best(args: Any, state: Any, logs: Mapping[str, Any]) -> bool:
+    """Whether an evaluation is better than the best one before it; the Trainer notes it after it is logged."""
+    name = getattr(args, "metric_for_best_model", None)
+    value = logs.get(f"eval_{name.removeprefix('eval_')}") if name else None
+    if not isinstance(value, int | float) or value != value:
+        return False
+    if state.best_metric is None:
+        return True
+    return value > state.best_metric if args.greater_is_better else value < state.best_metric
 
 
 def _beginning(state: Any) -> str:

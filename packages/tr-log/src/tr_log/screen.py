@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tr_log.layout import Display, Drawn
 from tr_log.terminal import StreamRedirect, is_taken_by_rich, redirect_output, take_written_at_once, write_line
@@ -97,8 +97,13 @@ class Screen(Display):
                 self._next_s = max(self._next_s, began_s + min(took_s / SHARE_OF_DRAWING, LONGEST_BETWEEN_DRAWINGS_S))
             self._is_drawn = True
 
-    def write(self, line: str) -> None:
-        """Write a line above the bars; it may contain colour codes."""
+    def log(self, pieces: Sequence[str], step: int, entry: Mapping[str, Any], style: str = "") -> None:
+        """Write an entry in columns, on as many lines as the width of the terminal needs."""
+        for line in self._layout.entry(pieces, _window(self._stream)[0] - 1):
+            self.write(line, style)
+
+    def write(self, line: str, style: str = "") -> None:
+        """Write a line above the bars, in a style of rich's; it may contain colour codes."""
         with self._lock:
             if self._live is None:
                 self._write_without_bars(line)
@@ -111,7 +116,7 @@ class Screen(Display):
                 if self._adapt():
                     self._live.refresh()
                 self._print_again()
-                self._live.console.print(Text.from_ansi(shown), soft_wrap=True)
+                self._live.console.print(Text.from_ansi(shown, style=style), soft_wrap=True)
             except (OSError, ValueError):
                 self._give_up()
 
