@@ -14,6 +14,7 @@ from tr_log.testing import ALIVE, KILLED_ONCE, checkpoint_event, end_event, star
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="nox -s report installs selenium")
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 
@@ -182,9 +183,9 @@ def test_a_run_is_hidden_and_shown_by_the_keyboard(browser, pages):
     show(browser, pages["three"])
     shown = "return plots.get('loss').plot.series.slice(1).map((one) => one.show)"
     assert browser.execute_script(shown) == [True, True, True]
-    toggle = browser.find_elements("css selector", ".toggle")[1]
-    toggle.send_keys(" ")
+    browser.find_element("css selector", "[data-run=killed_twice] .name").send_keys(" ")
     assert browser.execute_script(shown) == [True, False, True]
+    toggle = browser.switch_to.active_element  # the focus stays in the table, which is made again
     assert toggle.get_attribute("aria-pressed") == "false"
     toggle.send_keys("\n")
     assert browser.execute_script(shown) == [True, True, True]
@@ -192,10 +193,67 @@ def test_a_run_is_hidden_and_shown_by_the_keyboard(browser, pages):
 
 def test_all_runs_can_be_hidden(browser, pages):
     show(browser, pages["three"])
-    for toggle in browser.find_elements("css selector", ".toggle"):
-        toggle.send_keys(" ")
+    for number in range(3):
+        browser.find_elements("css selector", ".name")[number].send_keys(" ")
     assert browser.execute_script("const {x} = plots.get('loss').plot.scales; return [x.min, x.max]") == [0, 1]
     assert browser.get_log("browser") == []
+
+
+def names_of(browser):
+    return [row.get_attribute("data-run") for row in browser.find_elements("css selector", "[data-run]")]
+
+
+def test_the_table_of_runs_is_sorted_filtered_pinned_and_grouped(browser, pages):
+    show(browser, pages["three"])
+    shown = "return plots.get('loss').plot.series.slice(1).map((one) => one.show)"
+    assert names_of(browser) == ["killed_twice", "finished", "running"]  # the best one first
+    browser.find_element("css selector", ".of-runs thead button").send_keys("\n")
+    assert names_of(browser) == ["finished", "killed_twice", "running"]
+    browser.switch_to.active_element.send_keys("\n")
+    assert names_of(browser) == ["running", "killed_twice", "finished"]
+    assert browser.switch_to.active_element.find_element("xpath", "..").get_attribute("aria-sort") == "descending"
+    browser.find_element("css selector", "[data-run=finished] .pin").send_keys(" ")
+    assert names_of(browser) == ["finished", "running", "killed_twice"]
+    browser.find_element("id", "filter").send_keys("state=run")
+    assert names_of(browser) == ["finished", "running"]
+    assert browser.execute_script(shown) == [True, False, True]
+    assert text_of(browser, "#count") == "2 of 3 runs"
+    browser.find_element("id", "filter").send_keys(Keys.BACKSPACE * 9)
+    browser.find_element("xpath", "//select[@id='group']/option[text()='state']").click()
+    groups = [row.text for row in browser.find_elements("css selector", ".of-runs .group")]
+    assert [text.split(",")[0] for text in groups] == ["state finished: 2 runs", "state running: 1 run"]
+    assert browser.get_log("browser") == []
+
+
+def test_a_chart_is_saved_as_numbers_and_as_a_picture(browser, pages, tmp_path):
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    show(browser, pages["three"])
+    for button in browser.find_elements("css selector", "figure[data-curve=eval_loss] figcaption button"):
+        button.click()
+    names = [tmp_path / "eval_loss.csv", tmp_path / "eval_loss.png"]
+    WebDriverWait(browser, 30).until(lambda _: all(name.exists() and name.stat().st_size for name in names))
+    head, first, *_ = names[0].read_text().splitlines()
+    assert (head, first[:32]) == ("run,curve,step,value", '"finished","eval_loss",20,1.8354')
+    assert names[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_pages_of_many_runs_are_short(browser, tmp_path):
+    for number in range(35):
+        arguments = {
+            "seed": number,
+            "learning_rate": 0.1 / (1 + number),
+            "output_dir": str(tmp_path / "runs" / f"{number}"),
+        }
+        events = [start_event(0.0, arguments=arguments), time_event(9.0, 100, compute=9.0), end_event(9.0, 100)]
+        write_run(tmp_path / "runs" / f"{number}", events, list(entries(100, 0.01 + number / 1000)))
+    six = [str(tmp_path / "runs" / f"{number}") for number in range(6)]
+    for folders, screens in ((six, 2), ([str(tmp_path / "runs")], 3)):
+        page = tmp_path / f"{screens}.html"
+        assert report([*folders, "-o", str(page)]) == 0
+        assert page.stat().st_size < 500_000
+        show(browser, page)
+        assert browser.execute_script("return document.documentElement.scrollHeight") <= screens * SIZES["desktop"][1]
+        assert len(browser.find_elements("css selector", "figure[data-curve=loss] .readout tbody tr")) == 6
 
 
 def test_numbers_may_be_logged_under_any_name(browser, tmp_path):
@@ -208,7 +266,7 @@ def test_numbers_may_be_logged_under_any_name(browser, tmp_path):
     titles = browser.execute_script(
         "return [...document.querySelectorAll('figcaption span')].map((e) => e.textContent)"
     )
-    assert {"constructor", "__proto__", "loss"} <= set(titles)
+    assert {"constructor", "__proto__", "training loss"} <= set(titles)
     assert browser.get_log("browser") == []
 
 
@@ -279,10 +337,13 @@ def test_a_curve_is_read_by_the_keyboard_and_drawn_with_another(browser, pages):
     labels = (
         "return [...document.querySelectorAll('figure[data-curve=loss] .readout tbody th')].map((e) => e.textContent)"
     )
-    assert browser.execute_script(labels) == ["loss", "eval_loss"]  # the loss comes with that of evaluations
+    assert browser.execute_script(labels) == [
+        "training loss",
+        "evaluation loss",
+    ]  # the loss comes with that of evaluations
     choice = browser.find_element("css selector", "figure[data-curve=loss] select")
     choice.find_element("css selector", "option[value=grad_norm]").click()
-    assert browser.execute_script(labels) == ["loss", "gradient norm"]
+    assert browser.execute_script(labels) == ["training loss", "gradient norm"]
     choice.find_element("css selector", "option[value='']").click()
     assert browser.execute_script(labels) == [""]
 

@@ -222,6 +222,46 @@ def test_describing_a_run_starts_no_accelerator(tmp_path, monkeypatch):
     assert asked == []
 
 
+def test_a_start_tells_the_command_without_its_secrets_the_model_the_data_and_the_commit(tmp_path, monkeypatch):
+    repository, commit = tmp_path / "repository", "0123456789" * 4
+    (repository / ".git/refs/heads").mkdir(parents=True)
+    (repository / ".git/HEAD").write_text("ref: refs/heads/main\n")
+    (repository / ".git/refs/heads/main").write_text(commit + "\n")
+    words = [f"{repository}/train.py", "--seed", "1", "--hub_token", "topsecret", "--api_key=topsecret", "a b"]
+    monkeypatch.setattr(sys, "argv", words)
+    parameters = [SimpleNamespace(numel=lambda n=n: n, requires_grad=n > 5) for n in (4, 6)]
+    model = SimpleNamespace(parameters=lambda: parameters, config=SimpleNamespace(_name_or_path="some/net"))
+    file = EventsFile()
+    file.on_train_begin(*run_of(tmp_path), None, model=model, train_dataloader=SimpleNamespace(dataset=[0] * 7))
+    start = read(tmp_path)[0]
+    assert start["command"] == f"{repository}/train.py --seed 1 --hub_token '***' '--api_key=***' 'a b'"
+    assert start["model"] == {"class": "SimpleNamespace", "source": "some/net", "parameters": 10, "trained": 6}
+    assert (start["train_samples"], start["commit"]) == (7, commit)
+    (repository / ".git/refs/heads/main").unlink()  # as `git gc` does
+    (repository / ".git/packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/.git").write_text(f"gitdir: {repository}/.git/worktrees/second\n")
+    (repository / ".git/worktrees/second").mkdir(parents=True)
+    (repository / ".git/worktrees/second/HEAD").write_text("ref: refs/heads/main\n")
+    (repository / ".git/worktrees/second/commondir").write_text("../..\n")
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/second/train.py"])
+    EventsFile().on_train_begin(*run_of(tmp_path), None)
+    assert read(tmp_path)[0]["commit"] == commit
+    assert read(tmp_path)[0]["model"] == {}
+
+
+def test_a_prediction_is_an_event_also_after_the_end(tmp_path):
+    args, state = run_of(tmp_path)
+    file = EventsFile()
+    file.on_predict(args, state, None, metrics={"test_loss": 1.0})
+    assert not list(tmp_path.iterdir())  # no run is known yet
+    file.on_train_begin(args, state, None)
+    file.on_train_end(args, state, None)
+    file.on_predict(args, state, None, metrics={"test_loss": 0.5, "test_words": "many"})
+    assert kinds(tmp_path) == ["start", "end", "prediction"]
+    assert read(tmp_path)[-1]["metrics"] == {"test_loss": 0.5}
+
+
 def test_updates_that_were_not_made_are_an_event_at_the_next_log(tmp_path):
     args, state = run_of(tmp_path)
     file = EventsFile()

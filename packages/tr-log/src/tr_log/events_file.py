@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shlex
 import socket
 import sys
 import time
@@ -13,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tr_log.formatting import printable, to_json
+from tr_log.formatting import printable, to_json, to_scalar
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
-from tr_log.masking import MASK, is_secret, mask_secrets
+from tr_log.masking import MASK, is_secret, mask_secrets, mask_words
 from tr_log.phases import COMPUTE, active_clock
 from tr_log.tracker import EveryEvent, settings
 
@@ -34,11 +35,12 @@ class EventsFile(EveryEvent):
     """A trainer callback that writes one strict-JSON object a line, on the main process.
 
     Each object has `event` and `time_s`, seconds since 1970. Events are `start` (of a call of `train`: what runs where,
-    with which arguments, set where), `time` (the step, and the seconds of each phase since the last one), `rates` (at
-    each log, the figures of `tr_log.phases.PhaseClock.rates`), `updates` (how many were skipped, or not finite, since
-    the last log), `evaluation`, `checkpoint`, `warning`, `profile` (what a recording of some steps found) and `end`. A
-    resumed run appends; nothing is removed, so that time spent twice shows. A new run keeps the file of an earlier one
-    as `events-1.jsonl`.
+    by which command and commit, the model, with which arguments, set where), `time` (the step, and the seconds of each
+    phase since the last one), `rates` (at each log, the figures of `tr_log.phases.PhaseClock.rates`), `updates` (how
+    many were skipped, or not finite, since the last log), `evaluation`, `checkpoint`, `warning`, `profile` (what a
+    recording of some steps found), `end`, and `prediction` (its metrics, also of one after the end). A resumed run
+    appends; nothing is removed, so that time spent twice shows. A new run keeps the file of an earlier one as
+    `events-1.jsonl`.
 
     A `time` event is written a quarter of a second after the last one at the soonest, in a long run later: after a kill
     the last one tells when the run was alive.
@@ -46,6 +48,7 @@ class EventsFile(EveryEvent):
 
     def __init__(self) -> None:
         self._file: LineFile | None = None
+        self._path: Path | None = None
         self._due_s = float("inf")
         self._began_s = 0.0
         self._rates: dict[str, float] = {}  # as they were written last
@@ -57,12 +60,15 @@ class EventsFile(EveryEvent):
         """Return one for a trainer with these arguments; `output_dir` is read when a run begins."""
         return cls()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         """Write `start`, and then what the phases before it took."""
         if not state.is_world_process_zero:
             return
         # Absolute, because a relative folder means another one after os.chdir.
-        self._file = LineFile((Path(args.output_dir) / EVENTS_FILE).absolute())
+        self._path = (Path(args.output_dir) / EVENTS_FILE).absolute()
+        self._file = LineFile(self._path)
         if state.global_step == 0:
             try:
                 self._file.set_aside()
@@ -75,7 +81,9 @@ class EventsFile(EveryEvent):
             spent = clock.take()
             clock.on_due, clock.on_event, clock.on_close = self._write_time, self._write_now, self._close
         self._secrets = _secrets(args)
-        self._write("start", time.time() - sum(spent.values()), **_description(args, state))
+        command = self._shown(printable(shlex.join(mask_words(sys.argv))))
+        known = {"command": command, "model": _model(model), "train_samples": _samples(train_dataloader)}
+        self._write("start", time.time() - sum(spent.values()), **_description(args, state), **known)
         self._write_time(state.global_step, spent)
         self._warnings = _Warnings(self)
         self._warnings.attach()
@@ -93,10 +101,18 @@ class EventsFile(EveryEvent):
         if time.perf_counter() >= self._due_s:
             self._write_time(state.global_step)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any) -> None:
         """Write `evaluation`."""
         if self._file is not None:
-            self._write("evaluation", time.time(), step=state.global_step)
+            self._write("evaluation", time.time(), step=state.global_step, samples=_samples(eval_dataloader))
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Write `prediction`, also after the training of this object has ended."""
+        if self._path is not None:
+            numbers = {name: to_scalar(item) for name, item in (metrics or {}).items()}
+            event = {"event": "prediction", "time_s": round(time.time(), 6), "step": state.global_step}
+            numbers = {name: item for name, item in numbers.items() if isinstance(item, int | float)}
+            (self._file or LineFile(self._path)).append(to_json({**event, "metrics": numbers}))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write `checkpoint`, with the time before it: what follows is lost if the run resumes from here."""
@@ -206,7 +222,8 @@ def _description(args: Any, state: Any) -> dict[str, Any]:
         "pid_started": process_start(os.getpid()),
         "host": socket.gethostname(),
         "world_size": getattr(args, "world_size", 1),
-        "script": printable(sys.argv[0]),  # and not its words: one may be a token
+        "script": printable(sys.argv[0]),
+        "commit": _commit(Path(sys.argv[0]).absolute().parent),
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
         "arguments": settings(args),
@@ -224,12 +241,65 @@ def process_start(pid: int) -> int | None:
 
 
 def _hardware() -> dict[str, Any]:
-    known: dict[str, Any] = {"system": platform.platform(), "cpu": platform.machine(), "cores": os.cpu_count()}
+    known: dict[str, Any] = {"system": platform.platform(), "cpu": _processor(), "cores": os.cpu_count()}
     torch: Any = sys.modules.get("torch")  # this package does not import it
     # Asked for a name, CUDA would begin to run in a process that trains elsewhere, and could not be forked any more.
     if torch is not None and torch.cuda.is_initialized():
         known["devices"] = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     return known
+
+
+def _processor() -> str:
+    """Return the name of the processor; its kind where the system does not name it."""
+    try:
+        with Path("/proc/cpuinfo").open("r", encoding="utf-8", errors="replace") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit(folder: Path) -> str | None:
+    """Return the commit of the git repository that a folder is in, from its files; None without one."""
+    try:
+        git = next((above / ".git" for above in (folder, *folder.parents) if (above / ".git").exists()), None)
+        if git is None:
+            return None
+        if git.is_file():  # of a further work tree, or of a submodule
+            git = git.parent / git.read_text("utf-8").removeprefix("gitdir:").strip()
+        head = (git / "HEAD").read_text("utf-8").strip()
+        ref = head.removeprefix("ref: ")
+        if ref == head:
+            return head
+        common = git / (git / "commondir").read_text("utf-8").strip() if (git / "commondir").exists() else git
+        if (common / ref).exists():
+            return (common / ref).read_text("utf-8").strip()
+        packed = (common / "packed-refs").read_text("utf-8").splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {ref}")), None)
+    except (OSError, ValueError):
+        return None
+
+
+def _model(model: Any) -> dict[str, Any]:
+    """Return the class of a model, where it came from, and its numbers of parameters; nothing is read from a device."""
+    try:
+        # DeepSpeed holds a shard in place of a parameter; 4 bits come two in a number.
+        counts = [
+            (getattr(p, "ds_numel", 0) or p.numel() * (1 + (type(p).__name__ == "Params4bit")), p.requires_grad)
+            for p in model.parameters()
+        ]
+    except Exception:  # no model of torch, or one whose parameters have no shape yet
+        return {}
+    source = getattr(getattr(model, "config", None), "_name_or_path", None)
+    named = {"source": mask_secrets(source)} if isinstance(source, str) and source else {}
+    trained = sum(count for count, is_trained in counts if is_trained)
+    return {"class": type(model).__name__, **named, "parameters": sum(n for n, _ in counts), "trained": trained}
+
+
+def _samples(loader: Any) -> int | None:
+    try:
+        return len(loader.dataset)
+    except Exception:  # a stream has no length, and a loader of a user's own perhaps no dataset
+        return None
 
 
 def _versions() -> dict[str, str]:

@@ -23,26 +23,46 @@ REPORT_FILE = "report.html"
 class ReportFile(EveryEvent):
     """A trainer callback that writes `report.html` to the output folder when a training ends, on the main process.
 
-    It then logs what the training came to: the best evaluation, checkpoints, the page, and where the time went. It
-    comes after `EventsFile` in the list of callbacks, whose last event the page shows. A failure is a warning.
+    It then logs what the training came to: the best evaluation, checkpoints, the page, and where the time went. An
+    evaluation or a prediction after it writes the page again, with what it found. This callback comes after
+    `EventsFile` and `MetricsFile` in the list, whose last lines the page shows. A failure is a warning.
     """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None  # of a training that ended
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write no page before the end."""
+        self._folder = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the page, and log the result."""
         if not state.is_world_process_zero:
             return
-        folder = Path(args.output_dir)
+        self._folder = Path(args.output_dir)
+        self._write(logging.DEBUG if getattr(state, "is_hyper_param_search", False) else logging.INFO)
+        self._folder = self._folder.absolute()  # a relative folder means another one after os.chdir
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the page again if the training has ended."""
+        self._write()
+
+    on_predict = on_evaluate
+
+    def _write(self, level: int | None = None) -> None:
+        if self._folder is None:
+            return
         try:
-            (run,) = write_report([folder], folder / REPORT_FILE)
-            if run.sessions:  # without `EventsFile` nothing says how the training ended, and where its time went
-                level = logging.DEBUG if getattr(state, "is_hyper_param_search", False) else logging.INFO
+            (run,) = write_report([self._folder], self._folder / REPORT_FILE)
+            # Without `EventsFile` nothing says how the training ended, and where its time went.
+            if level is not None and run.sessions:
                 logger.log(level, "training %s at step %d%s", run.status, run.step, result_of(run))
         except Exception as error:  # a page must not cost a finished training
             logger.warning(
                 "the report of this run was not written: %s: %s; `trainer report %s` writes it",
                 type(error).__name__,
                 error,
-                folder,
+                self._folder,
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -22,17 +23,20 @@ RATES = {
 WORDS = {
     "grad_norm": ("gradient norm", ""),
     "learning_rate": ("learning rate", ""),
-    "steps_per_second": ("speed", "steps per second"),
-    "samples_per_second": ("samples per second", ""),
-    "tokens_per_second": ("tokens per second", ""),
-    "teraflops": ("operations", "10^12 per second"),
+    "steps_per_second": ("speed", "steps/s"),
+    "samples_per_second": ("speed", "samples/s"),
+    "tokens_per_second": ("speed in tokens", "tokens/s"),
+    "teraflops": ("operations", "10^12/s"),
     "mfu": ("MFU", "% of the devices' peak"),
     "memory": ("memory", "GiB"),
     "memory_peak": ("memory at its peak", "GiB"),
 }
 """What a curve is called, and its unit, of those whose name does not say it."""
+OF = {"eval_": "evaluation ", "test_": "prediction "}
 HIDDEN_ENDINGS = ("_runtime", "_steps_per_second", "_model_preparation_time")
 FIRST = ("loss", "learning_rate", "grad_norm", "eval_loss")
+
+_BETWEEN_WORDS = re.compile(r"(?<=[^_])_(?=[^_])")
 
 Curve = tuple[list[int], list[float | None]]
 """Steps and values; None where a value is not a number or infinite."""
@@ -57,6 +61,16 @@ def curves(entries: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     order += [name for name in found if name not in FIRST and not name.endswith(TIMINGS)]
     order += [name for name in found if name not in order]
     return {name: found[name] for name in order}
+
+
+def words_of(name: str) -> tuple[str, str]:
+    """Return what people call a logged number, and its unit: `eval_f1_macro` is the `evaluation f1 macro`."""
+    if name == "loss":
+        return "training loss", ""
+    of = next((start for start in OF if name.startswith(start)), "")
+    name = name.removeprefix(of)
+    title, unit = WORDS.get(name) or (_BETWEEN_WORDS.sub(" ", name), "")
+    return OF.get(of, "") + title, unit
 
 
 def rate_curves(rates: Sequence[dict[str, Any]]) -> dict[str, Curve]:

@@ -15,12 +15,13 @@ from typing import Any
 from urllib.parse import quote
 
 from tr_log import formatting
-from tr_log.report.curves import WORDS, Curve, curves, means, rate_curves, thin
+from tr_log.report.curves import Curve, curves, means, rate_curves, thin, words_of
 from tr_log.report.run_folder import RunFolder, Session
+from tr_log.report.run_table import run_names, run_table
 from tr_log.report.time_split import PARTS, time_split, wall_time, words
 
-MOST_NUMBERS = 60_000
-"""Points of all curves of a page together: about 700 kB."""
+MOST_NUMBERS = 25_000
+"""Points of all curves of a page together: about 300 kB."""
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
 MOST_MARKS, MOST_FILES = 400, 60
 """Marks of each kind of all sessions together, and files of a run."""
@@ -68,18 +69,22 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     found = [_curves_of(run) for run in runs]
     number = sum(map(len, found))
     most = min(max(MOST_NUMBERS // max(number, 1), FEWEST_POINTS_OF_A_CURVE), MOST_POINTS_OF_A_CURVE)
-    names, sessions = _names(runs), [session for run in runs for session in run.sessions]
+    names, sessions = run_names(runs), [session for run in runs for session in run.sessions]
     texts, marks = words(sessions), max(MOST_MARKS // max(len(sessions), 1), 4)
+    columns, rows = run_table(runs) if len(runs) > 1 else ([], [[] for _ in runs])
+    shared, arguments = _shared([_arguments(run) for run in runs])
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
-            _run(run, name, marks)
-            | {"curves": {key: _drawn(curve, most) for key, curve in curves_of_run.items()}}
+            _run(run, names[n], marks)
+            | {"curves": {key: _drawn(curve, most) for key, curve in found[n].items()}, "objective": _drawn_small(run)}
+            | {"row": rows[n], "arguments": arguments[n]}
             | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
-            for run, name, curves_of_run in zip(runs, names, found, strict=True)
+            for n, run in enumerate(runs)
         ],
-        "differences": _differences(runs),
-        "words": WORDS,
+        "columns": columns,
+        "arguments": shared,
+        "words": {name: words_of(name) for curves_of_run in found for name in curves_of_run},
         "parts": [{"key": part, "text": texts[part]} for part in PARTS],
     }
 
@@ -92,6 +97,7 @@ def _run(run: RunFolder, name: str, most_marks: int) -> dict[str, Any]:
         "path": str(run.path.resolve()),
         "status": run.status,
         "error": last.error if last else "",
+        "results": _results(run),
         "facts": _facts(run),
         "epochs": _ratio([(e["step"], e["epoch"]) for e in run.entries if isinstance(e.get("epoch"), int | float)]),
         "times": _ratio(_elapsed(run.sessions)),
@@ -99,17 +105,24 @@ def _run(run: RunFolder, name: str, most_marks: int) -> dict[str, Any]:
         "wall": round(wall_time(run.sessions), 3),
         "split": {part: round(seconds, 3) for part, seconds in time_split(run.sessions).items()},
         "warnings": _warnings(run, start_s or 0.0),
-        "arguments": _arguments(run),
         "machine": _machine(last) if last else [],
     }
 
 
-def _names(runs: Sequence[RunFolder]) -> list[str]:
-    names = [run.name for run in runs]
-    return [
-        name if names.count(name) == 1 else f"{run.path.resolve().parent.name}/{name}"
-        for run, name in zip(runs, names, strict=True)
-    ]
+def _drawn_small(run: RunFolder) -> str:
+    """Return the name of the curve that says how a run went: that of its evaluations, or the loss."""
+    name = run.objective[0]
+    return name if sum(name in entry for entry in run.entries) > 1 else "loss"
+
+
+def _results(run: RunFolder) -> list[list[str]]:
+    """Return the figures that a run is made for: the best evaluation, then those of its end."""
+    best, results = run.best(), run.results()
+    rows = [] if best is None else [[f"best {words_of(best[0])[0]}", formatting.value(best[1]), f"at step {best[2]}"]]
+    rows += [[words_of(name)[0], formatting.value(value), ""] for name, value in results.items()]
+    if (loss := run.newest("loss")) is not None:
+        rows.append([words_of("loss")[0], formatting.value(loss), ""])
+    return rows
 
 
 def _facts(run: RunFolder) -> list[list[str]]:
@@ -119,14 +132,33 @@ def _facts(run: RunFolder) -> list[list[str]]:
         facts += [["started", began], ["wall time", formatting.duration(wall_time(run.sessions))]]
         if len(run.sessions) > 1:
             facts.append(["restarts", str(len(run.sessions) - 1)])
-    for name in ("loss", "eval_loss"):
-        if (value := run.newest(name)) is not None:
-            facts.append([f"last {name}", formatting.value(value)])
-    if (best := run.best()) is not None:
-        facts.append([f"best {best[0]}", f"{formatting.value(best[1])} (step {best[2]})"])
+        facts += _circumstances(run.sessions[-1])
     if run.unreadable:
         facts.append(["unreadable lines", str(run.unreadable)])
     return facts
+
+
+def _circumstances(session: Session) -> list[list[str]]:
+    """Return what was trained, on what, where, and by which command, as far as the run's files say it."""
+    info = session.info
+    model, hardware = (info[key] if isinstance(info.get(key), dict) else {} for key in ("model", "hardware"))
+    counts = [model.get(key) for key in ("parameters", "trained")]
+    evaluated = [m["samples"] for m in session.marks if m.get("event") == "evaluation" and m.get("samples")]
+    samples = [(info.get("train_samples"), "to train on"), (evaluated[-1] if evaluated else None, "to evaluate on")]
+    devices = hardware.get("devices") or []
+    cores = f"{hardware['cores']} cores" if hardware.get("cores") else ""
+    rows = {
+        "model": ", ".join(str(model[key]) for key in ("class", "source") if model.get(key)),
+        "parameters": f"{counts[0]:,}" if isinstance(counts[0], int) else "",
+        "trained": f"{counts[1]:,} parameters" if isinstance(counts[1], int) and counts[1] != counts[0] else "",
+        "samples": ", ".join(f"{n:,} {use}" for n, use in samples if isinstance(n, int)),
+        "GPU": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
+        "processor": ", ".join(text for text in (str(hardware.get("cpu") or ""), cores) if text),
+        "processes": str(info["world_size"]) if info.get("world_size", 1) != 1 else "",
+        "commit": str(info.get("commit") or "")[:12],
+        "command": str(info.get("command") or ""),
+    }
+    return [[name, text] for name, text in rows.items() if text]
 
 
 def _elapsed(sessions: Sequence[Session]) -> list[tuple[float, float]]:
@@ -209,6 +241,15 @@ def _arguments(run: RunFolder) -> list[list[Any]]:
     return rows
 
 
+def _shared(arguments: Sequence[list[list[Any]]]) -> tuple[list[list[Any]], list[list[list[Any]]]]:
+    """Divide the arguments of several runs: what all have alike, and what is each run's own."""
+    if len(arguments) < 2:
+        return [], list(arguments)
+    alike = set.intersection(*({repr(row) for row in rows} for rows in arguments))
+    own = [[row for row in rows if repr(row) not in alike] for rows in arguments]
+    return [row for row in arguments[0] if repr(row) in alike], own
+
+
 def _warnings(run: RunFolder, start_s: float) -> list[list[Any]]:
     """Return when a warning first came, how often, its level and text; warnings that differ in numbers count as one."""
     rows: dict[tuple[str, str], list[Any]] = {}
@@ -279,19 +320,6 @@ def _cell(column: str, value: Any) -> str:
     if not isinstance(value, int | float):
         return str(value)
     return f"{100 * value:.1f} %" if column == "share" else str(value) if column == "calls" else f"{value:.2f}"
-
-
-def _differences(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """Return the arguments that differ: name, and the value of each run."""
-    if len(runs) < 2:
-        return []
-    names = list(dict.fromkeys(name for run in runs for name in run.arguments))
-    rows = [[name, *(_shown(run.arguments, name) for run in runs)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def _shown(arguments: dict[str, Any], name: str) -> str:
-    return formatting.value(arguments[name]) if name in arguments else "(not known)"
 
 
 def _asset(name: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tr_log.events_file import EVENTS_FILE, process_start
+from tr_log.formatting import TIMINGS
 from tr_log.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
@@ -38,6 +39,7 @@ class Session:
         ended: how it said that it ended: `finished`, `stopped` or `failed`; empty if it did not.
         error: what ended it; empty without an error.
         rates: throughput at each log, as it is in the file.
+        predictions: the metrics of each prediction, also of those after its end.
         measures_exchange: whether the time of exchanging gradients is that of exchange; else it is part of computing.
         is_last: no later one began.
         longest_silence_s: seconds between two events, at most.
@@ -51,6 +53,7 @@ class Session:
     ended: str = ""
     error: str = ""
     rates: list[dict[str, Any]] = field(default_factory=list)
+    predictions: list[dict[str, Any]] = field(default_factory=list)
     measures_exchange: bool = False
     is_last: bool = True
     longest_silence_s: float = 0.0
@@ -149,18 +152,36 @@ class RunFolder:
             kept += session.rates
         return kept
 
-    def best(self) -> tuple[str, float, int] | None:
-        """Return name, value and step of the best evaluation; None without one."""
+    @property
+    def objective(self) -> tuple[str, bool]:
+        """The metric by which evaluations are compared, and whether a greater one is better."""
         name = str(self.arguments.get("metric_for_best_model") or "eval_loss")
         name = name if name.startswith("eval_") else f"eval_{name}"
+        greater = self.arguments.get("greater_is_better")
+        return name, bool(greater) if greater is not None else not name.endswith("loss")
+
+    def best(self) -> tuple[str, float, int] | None:
+        """Return name, value and step of the best evaluation; None without one."""
+        name, greater = self.objective
         known = [(e[name], e["step"]) for e in self.entries if isinstance(e.get(name), int | float)]
         known = [(value, step) for value, step in known if math.isfinite(value)]
         if not known:
             return None
-        greater = self.arguments.get("greater_is_better")
-        pick = max if greater or (greater is None and not name.endswith("loss")) else min
-        value, step = pick(known, key=lambda pair: pair[0])
+        value, step = (max if greater else min)(known, key=lambda pair: pair[0])
         return name, value, step
+
+    def results(self) -> dict[str, float]:
+        """Return the metrics of the last evaluation, and of the last prediction, without their timings."""
+        numbers: dict[str, float] = {}
+        for entry in self.entries:
+            numbers |= {name: value for name, value in entry.items() if name.startswith("eval_")}
+        for made in (made for session in self.sessions for made in session.predictions):
+            numbers |= made
+        return {
+            name: value
+            for name, value in numbers.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and not name.endswith(TIMINGS)
+        }
 
     def newest(self, name: str) -> float | None:
         """Return the last logged value of a name; None if it was never logged."""
@@ -190,6 +211,10 @@ def _sessions(events: list[dict[str, Any]]) -> list[Session]:
 
 
 def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> None:
+    if kind == "prediction":  # often after the end
+        metrics = event.get("metrics")
+        session.predictions += [_numbers(metrics)] if isinstance(metrics, dict) else []
+        return
     session.longest_silence_s = max(session.longest_silence_s, when - session.end_s)
     session.end_s = max(session.end_s, when)
     if isinstance(step := event.get("step"), int):

@@ -21,11 +21,15 @@ const GROUPS = [
 ];
 const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // between ticks
 const RESTART = "M0,-7 V7";
+const MOST_ROWS = 6;
 const darkScheme = window.matchMedia("(prefers-color-scheme: dark)");
 
 let data = JSON.parse(document.getElementById("data").textContent);
 let printing = false;
-const hidden = new Set();  // paths of runs
+const hidden = new Set(), pinned = new Set();  // paths of runs
+let order = null;  // of the table: a column, and whether it falls
+let detailed = "";  // path of the run whose details are shown
+let rows = [];  // of the table: runs by number, as they are ordered, and the group of each
 const overlaid = new Map();  // name of a curve: that of another one drawn with it
 const unfolded = new Map();  // titles of parts, with the run: whether a reader left it open
 const plots = new Map();
@@ -33,11 +37,14 @@ const byId = (id) => document.getElementById(id);
 const colourOf = (index) => (darkScheme.matches && !printing ? BRIGHT : COLOURS)[index % COLOURS.length];
 const dashOf = (index) => DASHES[(index + Math.floor(index / COLOURS.length)) % DASHES.length];  // 49 different lines
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const isHidden = (run) => hidden.has(data.runs[run].path);
+const several = () => data.runs.length > 1;
+const isHidden = (run) => hidden.has(data.runs[run].path) || (several() && !rows.some(([index]) => index === run));
+// Runs of a group have one colour.
+const lineOf = (run) => (byId("group").value === "" ? run : rows.find(([index]) => index === run)?.[1] ?? 0);
 // A run may log a number under any name, also one of an object's own methods.
 const has = (object, name) => Object.hasOwn(object, name);
 const titleOf = (name) => (has(data.words, name) ? data.words[name][0] : name);
-const unitOf = (name) => (has(data.words, name) ? data.words[name][1] : "") || titleOf(name);
+const unitOf = (name) => (has(data.words, name) ? data.words[name][1] : "");
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -53,23 +60,30 @@ function drawn(tag, attributes, ...children) {
   return made;
 }
 
+// What numbers of this size are divided by, and the letter for it.
+function scaleOf(size) {
+  const known = [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]];
+  return (known.find(([least]) => size >= least) || [0, 1, ""]).slice(1);
+}
+
 function number(value, digits = 5) {
-  if (value === null || value === undefined) return "NaN";
+  if (value === null || value === undefined || value === "NaN") return "NaN";
   const size = Math.abs(value);
-  if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits - 2).replace(/\.?0*e\+?/, "e");
-  return String(Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(size + 1))))));
+  if (value !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(digits - 2).replace(/\.?0*e\+?/, "e");
+  const [factor, sign] = scaleOf(size);
+  return String(Number((value / factor).toPrecision(digits))) + sign;
 }
 
 // Numbers along an axis, with as many digits as tell neighbours apart.
 function tickNumbers(plot, ticks, axis, space, increment) {
   const shown = ticks.filter((tick) => tick != null), largest = Math.max(...shown.map(Math.abs));
   if (plot.scales[plot.axes[axis].scale].distr === 3) return ticks.map((tick) => (tick == null ? "" : number(tick)));
-  if (largest >= 1e6 || largest < 1e-3) {
+  if (largest >= 1e15 || largest < 1e-3) {
     const digits = Math.max(0, Math.ceil(Math.log10(largest / increment) - 1e-9));
     return ticks.map((tick) => (tick === 0 ? "0" : tick.toExponential(digits).replace(/\.?0*e\+?/, "e")));
   }
-  const digits = Math.max(0, -Math.floor(Math.log10(increment) + 1e-9));
-  return ticks.map((tick) => String(Number(tick.toFixed(digits + 1))));
+  const [factor, sign] = scaleOf(largest), digits = Math.max(0, -Math.floor(Math.log10(increment / factor) + 1e-9));
+  return ticks.map((tick) => String(Number((tick / factor).toFixed(digits + 1))) + (tick ? sign : ""));
 }
 
 function duration(seconds) {
@@ -154,7 +168,7 @@ function risen(run, steps, values) {
 
 // The second curve of a run keeps its colour and dash among several runs, and gets points; alone it gets others.
 function styleOf({ run, second }) {
-  const index = second && data.runs.length === 1 ? 1 : run;
+  const index = second && !several() ? 1 : lineOf(run);
   return { colour: colourOf(index), dash: dashOf(index), points: second };
 }
 
@@ -162,7 +176,7 @@ function seriesOf(one) {
   const { colour, dash, points } = styleOf(one);
   return {
     show: !isHidden(one.run), spanGaps: false, alpha: one.faint ? 0.3 : 1, stroke: colour, dash,
-    width: one.faint ? 1 : 1.75, points: { size: 5, fill: colour, ...(points && !one.faint ? { show: true } : {}) },
+    width: one.faint ? 1 : pinned.has(data.runs[one.run].path) ? 3.5 : 1.75, points: { size: 5, fill: colour, ...(points && !one.faint ? { show: true } : {}) },
   };
 }
 
@@ -176,13 +190,13 @@ function draw(name, place) {
   };
   const wide = target.clientWidth || 400;
   const options = {
-    width: printing ? Math.min(wide, 640) : wide, height: 240, legend: { show: false },
+    width: printing ? Math.min(wide, 640) : wide, height: several() ? 170 : 240, legend: { show: false },
     cursor: { sync: { key: "runs" }, drag: { x: true, y: false }, focus: { prox: 30 } },
     scales: { x: { time: false, range: xRange() }, y: logarithmic ? { distr: 3 } : {} },
     axes: [
       { ...style, label: axisName(), size: 30, ...(byId("axis").value === "step" ? { incrs: WHOLE } : {}) },
       {
-        ...style, label: unitOf(name), values: tickNumbers,
+        ...style, ...(unitOf(name) ? { label: unitOf(name) } : {}), values: tickNumbers,
         size: (_, ticks) => 24 + 7 * Math.max(2, ...(ticks || []).map((text) => text.length)),
       },
     ],
@@ -206,7 +220,7 @@ function draw(name, place) {
 // All plots show the same range: that of the inputs, or all that the runs which are shown have.
 function xRange() {
   const from = byId("from").value, to = byId("to").value;
-  const ends = data.runs.filter((run) => !hidden.has(run.path)).flatMap((run) =>
+  const ends = data.runs.filter((_, index) => !isHidden(index)).flatMap((run) =>
     Object.values(run.curves).flatMap(({ x }) => axisValues(run, [x[0], x.at(-1)])));
   if (!ends.length) ends.push(0, 1);  // all runs are hidden
   const first = from === "" ? Math.min(...ends) : Number(from), last = to === "" ? Math.max(...ends) : Number(to);
@@ -225,7 +239,7 @@ function drawMarks(plot, lines) {
     if (isHidden(index)) continue;
     const run = data.runs[index], isTime = byId("axis").value === "time" && run.times.length;
     const x = (step, s) => plot.valToPos(isTime ? s / timeUnit()[0] : axisValues(run, [step])[0], "x", true);
-    ctx.strokeStyle = data.runs.length > 1 ? colourOf(index) : ink("--faint");
+    ctx.strokeStyle = several() ? colourOf(lineOf(index)) : ink("--faint");
     ctx.setLineDash([3 * ratio, 3 * ratio]);
     for (const session of run.sessions.slice(1)) {
       ctx.beginPath();
@@ -247,29 +261,36 @@ function drawMarks(plot, lines) {
   ctx.restore();
 }
 
-// Fill the numbers below a plot: the last, lowest and highest, and those at the cursor.
+// Fill the numbers below a plot: the last, lowest and highest, and those at the cursor. Of very many curves, those that
+// are nearest to the cursor have a row, or the first ones of the table.
 function say(name) {
   if (!plots.has(name)) return;
-  const { plot, place, series } = plots.get(name), index = plot.cursor.idx;
+  const { plot, place, series } = plots.get(name), { idx: index, top } = plot.cursor;
   const here = index == null ? null : plot.data[0][index];
-  const body = element("tbody"), several = series.length > 1;
-  series.forEach((one, i) => {
-    if (one.faint || isHidden(one.run)) return;
+  const known = series.map((one, i) => ({ one, at: index == null ? null : nearest(plot.data[i + 1], index) }))
+    .filter(({ one }) => !one.faint && !isHidden(one.run));
+  const distance = ({ one, at }) => (index == null || known.length <= MOST_ROWS ? rows.findIndex(([run]) => run === one.run)
+    : at == null ? Infinity : Math.abs(plot.valToPos(at, "y") - top));
+  known.sort((one, other) => distance(one) - distance(other));
+  const body = element("tbody"), isNamed = known.length > 1;
+  for (const { one, at } of known.slice(0, MOST_ROWS)) {
     const { curves } = data.runs[one.run], values = curves[one.name].y.filter((y) => y !== null);
     const ends = values.length ? [Math.min(...values), Math.max(...values)] : [null, null];
     const cells = [curves[one.name].y.at(-1), ...ends].map((value) => number(value, 4));
-    cells.unshift(index == null ? "" : number(nearest(plot.data[i + 1], index), 4));
-    const head = element("th", { scope: "row" }, sample(styleOf(one)), several ? lineName(one, overlaid.get(name)) : "");
-    body.append(element("tr", {}, head, ...cells.map((text) => element("td", {}, text))));
-  });
-  const heads = [here === null ? "" : `at ${number(here)}`, "last", "lowest", "highest"];
-  const top = element("tr", {}, element("td"), ...heads.map((text) => element("th", { scope: "col" }, text)));
-  place.querySelector(".readout").classList.toggle("several", several);
-  place.querySelector(".readout").replaceChildren(element("thead", {}, top), body);
+    cells.unshift(index == null ? "" : number(at, 4));
+    const names = isNamed ? [sample(styleOf(one)), lineName(one, overlaid.get(name))] : [];
+    body.append(element("tr", {}, element("th", { scope: "row" }, ...names), ...cells.map((text) => element("td", {}, text))));
+  }
+  const left = known.length - MOST_ROWS;
+  const said = here === null ? "" : `at ${Number.isInteger(here) ? here : number(here)}`;
+  const heads = element("tr", {}, element("td", {}, left > 0 ? `and ${left} more` : ""),
+    ...[said, "last", "lowest", "highest"].map((text) => element("th", { scope: "col" }, text)));
+  place.querySelector(".readout").classList.toggle("several", isNamed);
+  place.querySelector(".readout").replaceChildren(element("thead", {}, heads), body);
 }
 
 function lineName({ run, name }, other) {
-  return data.runs.length === 1 ? titleOf(name) : data.runs[run].name + (other ? `: ${titleOf(name)}` : "");
+  return !several() ? titleOf(name) : data.runs[run].name + (other ? `: ${titleOf(name)}` : "");
 }
 
 function nearest(values, index) {
@@ -325,7 +346,53 @@ function figureOf(name, names) {
   });
   plot.addEventListener("keydown", (event) => moveCursor(name, event));
   const title = element("figcaption", {}, element("span", {}, titleOf(name)), others.length ? choice : "");
+  for (const [kind, save, what] of [["PNG", savePicture, "the picture"], ["CSV", saveNumbers, "the points that are drawn"]]) {
+    const button = element("button", { type: "button", title: `Save ${what}`, "aria-label": `${kind} of ${titleOf(name)}` }, kind);
+    button.addEventListener("click", () => save(name));
+    title.append(button);
+  }
   return element("figure", { "data-curve": name }, title, plot, element("table", { class: "readout" }));
+}
+
+function download(name, blob) {
+  const link = element("a", { download: name.replace(/[^\w.-]/g, "_"), href: URL.createObjectURL(blob) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+}
+
+function saveNumbers(name) {
+  const quoted = (text) => `"${text.replaceAll('"', '""')}"`, lines = ["run,curve,step,value"];
+  for (const { run, name: curve } of linesOf(name).filter((line) => !isHidden(line.run))) {
+    const { x, y } = data.runs[run].curves[curve];
+    x.forEach((step, i) => lines.push([quoted(data.runs[run].name), quoted(curve), step, y[i] ?? "NaN"].join(",")));
+  }
+  download(`${name}.csv`, new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
+}
+
+// The plot, with its title above and the names of its lines below.
+function savePicture(name) {
+  const { plot, series } = plots.get(name), from = plot.ctx.canvas, ratio = devicePixelRatio, high = 20 * ratio;
+  const lines = series.filter((one) => !one.faint && !isHidden(one.run)), named = lines.length > 1 ? lines : [];
+  const picture = element("canvas", { width: from.width, height: from.height + high * (named.length + 2) });
+  const ctx = picture.getContext("2d");
+  ctx.fillStyle = ink("--ground");
+  ctx.fillRect(0, 0, picture.width, picture.height);
+  ctx.fillStyle = ink("--ink");
+  ctx.font = `600 ${14 * ratio}px system-ui, sans-serif`;
+  ctx.fillText(titleOf(name), high / 2, high);
+  ctx.drawImage(from, 0, high * 1.5);
+  ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+  named.forEach((one, i) => {
+    const { colour, dash } = styleOf(one), y = from.height + high * (i + 2);
+    Object.assign(ctx, { strokeStyle: colour, lineWidth: 2 * ratio });
+    ctx.setLineDash(dash.map((length) => length * ratio));
+    ctx.beginPath();
+    ctx.moveTo(high / 2, y);
+    ctx.lineTo(2 * high, y);
+    ctx.stroke();
+    ctx.fillText(lineName(one, overlaid.get(name)), 2.4 * high, y + high / 5);
+  });
+  picture.toBlob((blob) => download(`${name}.png`, blob));
 }
 
 function groupOf(name) {
@@ -336,7 +403,7 @@ function showCurves() {
   const section = byId("curves"), all = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))];
   const names = all.filter((name) => name !== "memory_peak" || !all.includes("memory"));
   for (const [name, other] of [["loss", "eval_loss"], ["memory", "memory_peak"]]) {
-    if (data.runs.length === 1 && all.includes(name) && all.includes(other) && !overlaid.has(name)) overlaid.set(name, other);
+    if (!several() && all.includes(name) && all.includes(other) && !overlaid.has(name)) overlaid.set(name, other);
   }
   const known = [...plots.keys()].sort().join("\n") === [...names].sort().join("\n") && names.length > 0;
   if (known) return redraw();  // keeps the focus where it is
@@ -344,6 +411,7 @@ function showCurves() {
   plots.clear();
   section.replaceChildren();
   document.body.classList.toggle("bare", !names.length);
+  document.body.classList.toggle("several", several());
   if (!names.length) {
     section.append(element("p", { class: "empty" }, data.runs.length ? "Nothing has been logged." : "There is no run here yet."));
   }
@@ -386,52 +454,194 @@ function sign(shape, colour, dash = "") {
 // ---- Runs, time, tables
 
 function showRuns() {
-  const section = byId("runs"), focused = [...section.querySelectorAll(".toggle")].indexOf(document.activeElement);
-  section.replaceChildren();
-  data.runs.forEach((run, index) => {
-    const toggle = element("button", { type: "button", class: "toggle", "aria-pressed": String(!isHidden(index)) });
-    toggle.append(sample({ colour: colourOf(index), dash: dashOf(index) }), run.name);
-    toggle.addEventListener("click", () => {
-      if (!hidden.delete(run.path)) hidden.add(run.path);
-      toggle.setAttribute("aria-pressed", String(!isHidden(index)));
-      redraw();
-    });
-    const facts = element("dl");
-    for (const [name, value] of run.facts) facts.append(element("div", {}, element("dt", {}, name), element("dd", {}, value)));
-    const status = element("span", { class: `status ${run.status}` }, run.status);
-    const card = element("div", { class: "run" }, data.runs.length > 1 ? toggle : "", status, facts);
-    if (run.error) card.append(element("p", { class: "error" }, run.error));
-    section.append(card);
-  });
-  if (focused >= 0) section.querySelectorAll(".toggle")[focused]?.focus();
+  const section = byId("runs"), buttons = () => [...section.querySelectorAll("button")];
+  const focused = buttons().indexOf(document.activeElement), left = section.querySelector(".scroll")?.scrollLeft;
+  byId("choice").hidden = !several();
+  arrange();
+  section.replaceChildren(...(several() ? [tableOfRuns(), partsKey()] : data.runs.map(cardOf)));
+  for (const run of data.runs) {
+    if (run.error) section.append(element("p", { class: "error" }, several() ? `${run.name}: ${run.error}` : run.error));
+  }
+  if (focused >= 0) buttons()[focused]?.focus();
+  if (left) section.querySelector(".scroll").scrollLeft = left;
 }
 
-function showTime() {
-  const section = byId("time"), known = data.runs.filter((run) => run.sessions.length);
-  section.replaceChildren();
-  if (!known.length) return;
-  section.append(element("h2", {}, "Where the time went"));
-  for (const run of known) {
-    if (data.runs.length > 1) section.append(element("h3", {}, run.name));
-    section.append(timeline(run), splitOf(run));
+function cardOf(run) {
+  const results = element("dl", { class: "results" }), facts = element("dl");
+  for (const [name, value, more] of run.results) {
+    results.append(element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, ` ${more}`))));
   }
+  for (const [name, value] of run.facts) {
+    const wide = name === "command" ? { class: "wide" } : {};
+    facts.append(element("div", wide, element("dt", {}, name), element("dd", {}, value)));
+  }
+  const status = element("span", { class: `status ${run.status}` }, run.status);
+  return element("div", { class: "run" }, status, element("div", { class: "came-to" }, results, courseOf(run)), facts);
+}
+
+function courseOf(run) {
+  const picture = small(run, 0, 260, 56);
+  return picture && element("div", {}, picture, element("small", {}, titleOf(run.objective)));
+}
+
+// The curve that says how a run went, as small as a word.
+function small(run, index, width, height) {
+  const curve = has(run.curves, run.objective) ? run.curves[run.objective] : { x: [], y: [] };
+  const points = curve.x.map((x, i) => [x, curve.y[i]]).filter(([x, y], i) => y !== null && (!i || x > curve.x[i - 1]));
+  if (points.length < 2) return "";
+  const xs = points.map(([x]) => x), ys = points.map(([, y]) => y), low = Math.min(...ys), high = Math.max(...ys);
+  const place = ([x, y]) => `${(width - 4) * (x - xs[0]) / (xs.at(-1) - xs[0] || 1) + 2},` +
+    `${height - 3 - (height - 6) * (y - low) / (high - low || 1)}`;
+  const picture = drawn("svg", { class: "small", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  const title = drawn("title", {}, `${titleOf(run.objective)}, ${number(ys[0], 4)} to ${number(ys.at(-1), 4)}`);
+  picture.append(title, drawn("polyline", { points: points.map(place).join(" "), fill: "none", stroke: colourOf(index), "stroke-width": 1.5 }));
+  return picture;
+}
+
+function cellText(column, value) {
+  if (value === null || value === undefined) return "";
+  if (column.kind === "seconds") return duration(value);
+  return column.kind === "result" && typeof value === "number" ? number(value, 4) : String(value);
+}
+
+// Put the runs that the filter leaves in the order of the table: those that are pinned first, then group by group.
+function arrange() {
+  if (!several()) return;
+  const { runs, columns } = data, best = columns.findIndex(({ greater }) => greater !== undefined);
+  const [by, falls] = order || [best, best >= 0 && columns[best].greater], group = byId("group");
+  const chosen = group.value, offered = columns.filter(({ kind }) => kind === "argument" || kind === "state");
+  group.replaceChildren(element("option", { value: "" }, "nothing"), ...offered.map(({ title }) => element("option", {}, title)));
+  group.value = offered.some(({ title }) => title === chosen) ? chosen : "";
+  const grouped = columns.findIndex(({ title }) => title === group.value);
+  const asked = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = (run) => [run.name, ...columns.map((column, i) => `${column.title}=${cellText(column, run.row[i])}`)].join(" ").toLowerCase();
+  const compare = (one, other) => {
+    if (one === other) return 0;
+    if (one === null || other === null) return one === null ? 1 : -1;
+    const sign = falls ? -1 : 1;
+    if (typeof one === "number" && typeof other === "number") return sign * (one - other);
+    return sign * String(one).localeCompare(String(other), undefined, { numeric: true });
+  };
+  const isPinned = (index) => pinned.has(runs[index].path);
+  const key = (index) => (by === -2 ? runs[index].name : by >= 0 ? runs[index].row[by] : index);
+  const groups = grouped < 0 ? [] : [...new Set(runs.map((run) => run.row[grouped]))];
+  groups.sort((one, other) => String(one).localeCompare(String(other), undefined, { numeric: true }));
+  if (groups.every((value) => typeof value === "number")) groups.sort((one, other) => one - other);
+  rows = runs.map((run, index) => [index, grouped < 0 ? null : groups.indexOf(run.row[grouped])])
+    .filter(([index]) => isPinned(index) || asked.every((word) => text(runs[index]).includes(word)));
+  rows.sort(([one, inGroup], [other, inOther]) => isPinned(other) - isPinned(one) || inGroup - inOther
+    || compare(key(one), key(other)) || one - other);
+  byId("count").textContent = `${rows.length} of ${runs.length} runs`;
+}
+
+function tableOfRuns() {
+  const { columns, runs } = data, body = element("tbody"), grouped = columns.findIndex(({ title }) => title === byId("group").value);
+  const best = columns.findIndex(({ greater }) => greater !== undefined), [by, falls] = order || [best, best >= 0 && columns[best].greater];
+  const head = (title, at, kind = "") => {
+    const button = element("button", { type: "button" }, ...title.split(/(?<=_)/).flatMap((part) => [part, element("wbr")]));
+    button.addEventListener("click", () => { order = [at, by === at ? !falls : kind === "result"]; showRuns(); redraw(); });
+    return element("th", { scope: "col", "aria-sort": by === at ? (falls ? "descending" : "ascending") : "none" }, button);
+  };
+  const heads = [head("run", -2), ...columns.map(({ title, kind }, i) => head(title, i, kind))];
+  const [course, time] = ["course", "time"].map((text) => element("th", { scope: "col" }, text));
+  heads.splice(columns.findIndex(({ kind }) => kind === "state") + 2, 0, time);
+  heads.splice(1, 0, course);
+  let before = null;
+  for (const [index, group] of rows) {
+    if (group !== null && group !== before && !pinned.has(runs[index].path)) {
+      before = group;
+      const members = rows.filter(([, other]) => other === group).map(([member]) => runs[member].row);
+      const values = members.map((row) => row[best]).filter((value) => typeof value === "number");
+      const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+      const found = values.length ? `, ${columns[best].title} ${number(mean, 4)} on average, ${number(Math.min(...values), 4)} to ${number(Math.max(...values), 4)}` : "";
+      const words = `${columns[grouped].title} ${cellText(columns[grouped], runs[index].row[grouped])}: ${members.length} run${members.length > 1 ? "s" : ""}${found}`;
+      body.append(element("tr", { class: "group" }, element("th", { scope: "rowgroup", colspan: heads.length }, words)));
+    }
+    body.append(rowOf(index));
+  }
+  return element("div", { class: "scroll" }, element("table", { class: "of-runs" }, element("thead", {}, element("tr", {}, ...heads)), body));
+}
+
+function switchOf(label, set, run, isOn, ...content) {
+  const button = element("button", { type: "button", class: "toggle", "aria-label": label, "aria-pressed": String(isOn) }, ...content);
+  button.addEventListener("click", () => {
+    if (!set.delete(run.path)) set.add(run.path);
+    showRuns();
+    redraw();
+  });
+  return button;
+}
+
+function rowOf(index) {
+  const run = data.runs[index], isPinned = pinned.has(run.path), style = { colour: colourOf(lineOf(index)), dash: dashOf(lineOf(index)) };
+  const shown = switchOf(`Show ${run.name}`, hidden, run, !hidden.has(run.path), sample(style), run.name);
+  shown.title = run.path;
+  shown.classList.add("name");
+  const pin = switchOf(`Pin ${run.name}`, pinned, run, isPinned, isPinned ? "★" : "☆");
+  pin.classList.add("pin");
+  const warned = run.warnings.length ? [element("span", { class: "hint", title: "see its details" }, ` ${run.warnings.length} warnings`)] : [];
+  const cells = data.columns.map((column, i) => {
+    if (column.kind === "state") return element("td", {}, element("span", { class: `status ${run.status}` }, run.status), ...warned);
+    return element("td", typeof run.row[i] === "number" ? { class: "number" } : {}, cellText(column, run.row[i]));
+  });
+  const parts = data.parts.filter(({ key }) => run.split[key] >= 0.005);
+  const words = parts.map(({ key, text }) => `${text} ${(100 * run.split[key] / run.wall).toFixed(0)} %`).join(", ");
+  const time = parts.length ? element("div", { class: "bar", role: "img", "aria-label": words, title: words }, ...barOf(run).children) : "";
+  cells.splice(data.columns.findIndex(({ kind }) => kind === "state") + 1, 0, element("td", {}, time));
+  const course = element("td", {}, small(run, lineOf(index), 80, 18));
+  return element("tr", { "data-run": run.name }, element("th", { scope: "row" }, pin, shown), course, ...cells);
+}
+
+function partsKey() {
+  const used = data.parts.filter(({ key }) => key !== "idle" && data.runs.some((run) => run.split[key] >= 0.005));
+  return element("p", { class: "key" }, ...used.map(({ key, text }) =>
+    element("span", {}, element("span", { class: `swatch part ${key}`, style: `background-color:${PARTS[key]}` }), text)));
+}
+
+// Of several runs the details of one are shown, which a reader chooses.
+const detailedRun = () => data.runs.find((run) => run.path === detailed) || data.runs[several() && rows.length ? rows[0][0] : 0];
+
+function showDetails() {
+  const section = byId("time"), run = detailedRun(), isFocused = document.activeElement?.id === "detailed";
+  section.replaceChildren();
+  if (several()) {
+    const choice = element("select", { id: "detailed", "aria-label": "Run whose details are shown" });
+    choice.append(...data.runs.map(({ path, name }) => element("option", { value: path }, name)));
+    choice.value = run.path;
+    choice.addEventListener("change", () => { detailed = choice.value; showDetails(); });
+    section.append(element("h2", {}, "Details of ", choice));
+    if (isFocused) choice.focus();
+    if (run.sessions.length) section.append(folded(run, "Where the time went", element("div", {}, timeline(run), splitOf(run))));
+  } else if (run?.sessions.length) {
+    section.append(element("h2", {}, "Where the time went"), timeline(run), splitOf(run));
+  }
+  showTables(run);
+}
+
+function barOf(run) {
+  const bar = element("div", { class: "bar", "aria-hidden": "true" }), idle = run.split.idle || 0;
+  const whole = idle > run.wall / 2 ? run.wall - idle : run.wall;
+  for (const { key, text } of data.parts) {
+    const seconds = run.split[key] || 0;
+    if (seconds < 0.005 || (key === "idle" && whole < run.wall)) continue;
+    bar.append(element("span", { class: `part ${key}`, style: `background-color:${PARTS[key]};width:${100 * seconds / whole}%`, title: text }));
+  }
+  return bar;
 }
 
 function splitOf(run) {
-  const bar = element("div", { class: "bar", "aria-hidden": "true" }), body = element("tbody");
-  const idle = run.split.idle || 0, leaves = idle > run.wall / 2, whole = leaves ? run.wall - idle : run.wall;
+  const body = element("tbody"), leaves = (run.split.idle || 0) > run.wall / 2;
   const row = (first, seconds, share) => element("tr", {}, first, element("td", { class: "number" }, duration(seconds)),
     element("td", { class: "number" }, share));
   for (const { key, text } of data.parts) {
     const seconds = run.split[key] || 0;
     if (seconds < 0.005) continue;
-    const style = `background-color:${PARTS[key]}`, isLeft = leaves && key === "idle";
-    if (!isLeft) bar.append(element("span", { class: `part ${key}`, style: `${style};width:${100 * seconds / whole}%`, title: text }));
-    const name = element("td", {}, element("span", { class: `swatch part ${key}`, style }), text + (isLeft ? " (not in the bar)" : ""));
+    const swatch = element("span", { class: `swatch part ${key}`, style: `background-color:${PARTS[key]}` });
+    const name = element("td", {}, swatch, text + (leaves && key === "idle" ? " (not in the bar)" : ""));
     body.append(row(name, seconds, (100 * seconds / run.wall).toFixed(1) + " %"));
   }
   body.append(row(element("th", { scope: "row" }, "in all"), run.wall, ""));
-  return element("div", {}, bar, element("div", { class: "scroll" }, element("table", { class: "split" }, body)));
+  return element("div", {}, barOf(run), element("div", { class: "scroll" }, element("table", { class: "split" }, body)));
 }
 
 // Seconds of a run to a share of its width. Long times between two calls of train are drawn short.
@@ -496,24 +706,21 @@ function table(rows, heads) {
   return element("div", { class: rows.length > 20 ? "scroll tall" : "scroll", ...(rows.length > 20 ? { tabindex: "0" } : {}) }, made);
 }
 
-function showTables() {
+function showTables(run) {
   const section = byId("tables");
   section.replaceChildren();
-  if (data.differences.length) {
-    section.append(element("h2", {}, "Arguments that differ"), table(data.differences, ["argument", ...data.runs.map((run) => run.name)]));
-  }
-  for (const run of data.runs) {
-    section.append(element("h2", {}, data.runs.length > 1 ? run.name : "Details"));
-    if (run.warnings.length) section.append(folded(run, `Warnings (${run.warnings.length})`, table(run.warnings, ["first at", "times", "level", "text"]), true));
-    const chosen = run.arguments.filter(([, , origin]) => origin), heads = ["argument", "value", "set by"];
-    if (chosen.length) section.append(folded(run, `Arguments that were set (${chosen.length})`, table(chosen, heads), data.runs.length === 1));
-    const all = run.arguments.map(([name, value, origin]) => [name, value, origin || "default"]);
-    if (all.length) section.append(folded(run, `All arguments (${all.length})`, table(all, heads)));
-    for (const profile of run.profiles) section.append(folded(run, `Dearest operators of ${profile.steps}`, profileOf(profile), true));
-    if (run.machine.length) section.append(folded(run, "Machine and versions", table(run.machine)));
-    if (run.files.length) section.append(folded(run, `Files (${run.files.length})`, links(run.files)));
-    section.append(element("p", { class: "empty" }, run.path));
-  }
+  if (!run) return;
+  if (!several()) section.append(element("h2", {}, "Details"));
+  if (run.warnings.length) section.append(folded(run, `Warnings (${run.warnings.length})`, table(run.warnings, ["first at", "times", "level", "text"]), true));
+  const known = [...run.arguments, ...data.arguments], chosen = known.filter(([, , origin]) => origin);
+  const heads = ["argument", "value", "set by"], all = known.map(([name, value, origin]) => [name, value, origin || "default"]);
+  if (chosen.length) section.append(folded(run, `Arguments that were set (${chosen.length})`, table(chosen, heads), !several()));
+  if (all.length) section.append(folded(run, `All arguments (${all.length})`, table(all, heads)));
+  for (const profile of run.profiles) section.append(folded(run, `Dearest operators of ${profile.steps}`, profileOf(profile), true));
+  const machine = [...(several() ? run.facts : []), ...run.machine];
+  if (machine.length) section.append(folded(run, "Machine and versions", table(machine)));
+  if (run.files.length) section.append(folded(run, `Files (${run.files.length})`, links(run.files)));
+  section.append(element("p", { class: "empty" }, run.path));
 }
 
 function links(files) {
@@ -549,8 +756,7 @@ function show() {
   showRuns();
   showKey();
   showCurves();
-  showTime();
-  showTables();
+  showDetails();
 }
 
 for (const id of ["axis", "logarithmic", "from", "to"]) {
@@ -563,6 +769,10 @@ byId("smoothing").addEventListener("input", () => {
   byId("smoothing-value").textContent = byId("smoothing").value;
   redraw();
 });
+for (const [id, event] of [["filter", "input"], ["group", "change"]]) {
+  byId(id).addEventListener(event, () => { showRuns(); redraw(); });
+}
+byId("choice").addEventListener("submit", (event) => event.preventDefault());
 byId("all").addEventListener("click", () => zoom(null, null));
 byId("controls").addEventListener("submit", (event) => event.preventDefault());
 let resized;
