@@ -12,7 +12,7 @@ from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import wall_time
 
 Column = dict[str, Any]
-"""Its `title`, `kind` (`result`, `argument`, `seconds`, `state`), of a best result whether a `greater` one is better."""
+"""Its `title`, `kind` (`result`, `argument`, `seconds`, `state`), and for a best result whether `greater` is better."""
 NOT_KNOWN = "(not known)"
 
 
