@@ -1,6 +1,7 @@
 """What the README shows works, and what it says of names and defaults is so."""
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +15,14 @@ from tr_core import SingleDevice, Trainer, TrainingArguments
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_example_of_the_readme_trains_and_evaluates(tmp_path, monkeypatch, capsys):
+def test_the_examples_of_the_readme_train_evaluate_and_find_a_learning_rate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    [example] = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    example = example.replace("num_train_epochs=5", "num_train_epochs=5, use_cpu=True")
-    exec(compile(example, "README.md", "exec", dont_inherit=True), {"__name__": "example"})
-    assert float(capsys.readouterr().out.splitlines()[-1]) > 0.8
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    program = "\n".join(blocks).replace("TrainingArguments(", "partial(TrainingArguments, use_cpu=True)(")
+    names = {"__name__": "example", "partial": partial}
+    exec(compile(program, "README.md", "exec", dont_inherit=True), names)
+    assert names["trainer"].evaluate()["eval_accuracy"] > 0.8
+    assert 1e-4 < names["finder"].suggestion < 1
 
 
 def test_a_trainer_shows_its_progress_and_keeps_its_metrics_by_itself(make_trainer):
