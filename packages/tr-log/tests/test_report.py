@@ -217,6 +217,14 @@ def test_the_table_of_runs_has_results_and_leaves_out_what_says_nothing_new(tmp_
     ]
 
 
+def test_where_one_run_does_not_know_an_argument_the_paths_of_the_others_are_short(tmp_path):
+    told = [{"output_dir": str(tmp_path / "0"), "data": "/disk/a/x"}, {"data": "/disk/b/x"}, {}]
+    runs = [RunFolder.read(write_run(tmp_path / str(n), [start_event(1.0, arguments=a)])) for n, a in enumerate(told)]
+    data = page_data(runs)
+    assert column_of(data, "data") == ["a/x", "b/x", "(not known)"]
+    assert "output_dir" not in [column["title"] for column in data["columns"]]
+
+
 def test_a_run_leads_with_its_results_and_says_what_ran_and_where(tmp_path):
     known = {
         "model": {"class": "Net", "source": "some/net", "parameters": 1234567, "trained": 34},
@@ -235,13 +243,14 @@ def test_a_run_leads_with_its_results_and_says_what_ran_and_where(tmp_path):
     ]
     assert run["objective"] == "eval_loss"
     assert run["facts"][3:] == [
-        ["model", "Net, some/net"],
+        ["model", "Net"],
         ["parameters", "1,234,567"],
         ["trained", "34 parameters"],
         ["samples", "9,000 to train on, 500 to evaluate on"],
         ["GPU", "2 x H"],
         ["processor", "Fast 9, 4 cores"],
         ["commit", "0123456789ab"],
+        ["weights from", "some/net"],
         ["command", "train.py --seed 1"],
     ]
 

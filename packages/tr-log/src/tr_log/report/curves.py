@@ -32,7 +32,8 @@ WORDS = {
     "memory_peak": ("memory at its peak", "GiB"),
 }
 """What a curve is called, and its unit, of those whose name does not say it."""
-OF = {"eval_": "evaluation ", "test_": "prediction "}
+OF = {"eval_": "evaluation ", "test_": "prediction ", "predict_": "prediction "}
+"""What the metrics of evaluations and predictions begin with, and how people say that."""
 HIDDEN_ENDINGS = ("_runtime", "_steps_per_second", "_model_preparation_time")
 FIRST = ("loss", "learning_rate", "grad_norm", "eval_loss")
 

@@ -148,7 +148,7 @@ def _circumstances(session: Session) -> list[list[str]]:
     devices = hardware.get("devices") or []
     cores = f"{hardware['cores']} cores" if hardware.get("cores") else ""
     rows = {
-        "model": ", ".join(str(model[key]) for key in ("class", "source") if model.get(key)),
+        "model": str(model.get("class") or ""),
         "parameters": f"{counts[0]:,}" if isinstance(counts[0], int) else "",
         "trained": f"{counts[1]:,} parameters" if isinstance(counts[1], int) and counts[1] != counts[0] else "",
         "samples": ", ".join(f"{n:,} {use}" for n, use in samples if isinstance(n, int)),
@@ -156,6 +156,7 @@ def _circumstances(session: Session) -> list[list[str]]:
         "processor": ", ".join(text for text in (str(hardware.get("cpu") or ""), cores) if text),
         "processes": str(info["world_size"]) if info.get("world_size", 1) != 1 else "",
         "commit": str(info.get("commit") or "")[:12],
+        "weights from": str(model.get("source") or ""),
         "command": str(info.get("command") or ""),
     }
     return [[name, text] for name, text in rows.items() if text]

@@ -16,6 +16,7 @@ from typing import Any
 from tr_log.events_file import EVENTS_FILE, process_start
 from tr_log.formatting import TIMINGS
 from tr_log.line_file import LineFile
+from tr_log.report.curves import OF
 
 METRICS_FILE = "metrics.jsonl"
 DEPTH = 3
@@ -171,10 +172,10 @@ class RunFolder:
         return name, value, step
 
     def results(self) -> dict[str, float]:
-        """Return the metrics of the last evaluation, and of the last prediction, without their timings."""
+        """Return the metrics of the last evaluation and prediction of each name, without their timings."""
         numbers: dict[str, float] = {}
         for entry in self.entries:
-            numbers |= {name: value for name, value in entry.items() if name.startswith("eval_")}
+            numbers |= {name: value for name, value in entry.items() if name.startswith(tuple(OF))}
         for made in (made for session in self.sessions for made in session.predictions):
             numbers |= made
         return {

@@ -13,7 +13,6 @@ from tr_log.report.time_split import wall_time
 
 Column = dict[str, Any]
 """Its `title`, `kind` (`result`, `argument`, `seconds`, `state`), and for a best result whether `greater` is better."""
-NOT_KNOWN = "(not known)"
 
 
 def run_table(runs: Sequence[RunFolder]) -> tuple[list[Column], list[list[Any]]]:
@@ -32,8 +31,9 @@ def run_table(runs: Sequence[RunFolder]) -> tuple[list[Column], list[list[Any]]]
         values = [found.get(name) for found in results]
         if any(isinstance(value, int | float) for value in values):
             columns.append(({"title": words_of(name)[0], "kind": "result"}, formatting.to_strict(values)))
+    walls = [round(wall_time(run.sessions), 3) if run.sessions else None for run in runs]
     columns.append(({"title": "steps", "kind": "argument"}, [run.step for run in runs]))
-    columns.append(({"title": "wall time", "kind": "seconds"}, [round(wall_time(run.sessions), 3) for run in runs]))
+    columns.append(({"title": "wall time", "kind": "seconds"}, walls))
     return [column for column, _ in columns], [list(row) for row in zip(*(c for _, c in columns), strict=True)]
 
 
@@ -47,11 +47,13 @@ def _arguments(runs: Sequence[RunFolder]) -> list[tuple[Column, list[Any]]]:
     """Return the arguments that differ. The folder of a run is its name, and what equals an earlier one is left out."""
     made: dict[str, tuple[Column, list[Any]]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.arguments):
-        values = [run.arguments.get(name, NOT_KNOWN) for run in runs]
-        if len(set(map(repr, values))) == 1 or all(map(_is_own_folder, runs, values)):
+        values = [run.arguments.get(name, "(not known)") for run in runs]
+        known = [(run, run.arguments[name]) for run in runs if name in run.arguments]
+        if len(set(map(repr, values))) == 1 or all(_is_own_folder(*pair) for pair in known):
             continue
-        if all(isinstance(value, str) and os.path.isabs(value) for value in values):
-            values = _shortened(values)
+        if all(isinstance(value, str) and os.path.isabs(value) for _, value in known):
+            short = dict(zip((path for _, path in known), _shortened([path for _, path in known]), strict=True))
+            values = [short.get(value, value) for value in values]
         shown = [v if isinstance(v, bool | int | float) else formatting.value(v) for v in values]
         made.setdefault(repr(shown), ({"title": name, "kind": "argument"}, formatting.to_strict(shown)))
     return list(made.values())

@@ -16,7 +16,7 @@ const MARKS = {
 };
 const GROUPS = [
   ["Speed and memory", /(^|_)(samples|tokens|steps)_per_second$|^(teraflops|mfu|memory|memory_peak)$/],
-  ["Evaluation", /^(eval|test)_/],
+  ["Evaluation", /^(eval|test|predict)_/],
   ["Training", /./],
 ];
 const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));  // between ticks
@@ -278,7 +278,7 @@ function say(name) {
     const ends = values.length ? [Math.min(...values), Math.max(...values)] : [null, null];
     const cells = [curves[one.name].y.at(-1), ...ends].map((value) => number(value, 4));
     cells.unshift(index == null ? "" : number(at, 4));
-    const names = isNamed ? [sample(styleOf(one)), lineName(one, overlaid.get(name))] : [];
+    const names = isNamed ? [sample(styleOf(one)), ending(lineName(one, overlaid.get(name)))] : [];
     body.append(element("tr", {}, element("th", { scope: "row" }, ...names), ...cells.map((text) => element("td", {}, text))));
   }
   const left = known.length - MOST_ROWS;
@@ -288,6 +288,9 @@ function say(name) {
   place.querySelector(".readout").classList.toggle("several", isNamed);
   place.querySelector(".readout").replaceChildren(element("thead", {}, heads), body);
 }
+
+// A name of which, where there is no room, the end is seen: names of runs often begin alike.
+const ending = (name) => element("span", { class: "ending" }, element("bdi", {}, name));
 
 function lineName({ run, name }, other) {
   return !several() ? titleOf(name) : data.runs[run].name + (other ? `: ${titleOf(name)}` : "");
@@ -472,7 +475,7 @@ function cardOf(run) {
     results.append(element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, ` ${more}`))));
   }
   for (const [name, value] of run.facts) {
-    const wide = name === "command" ? { class: "wide" } : {};
+    const wide = name === "command" || name === "weights from" ? { class: "wide" } : {};
     facts.append(element("div", wide, element("dt", {}, name), element("dd", {}, value)));
   }
   const status = element("span", { class: `status ${run.status}` }, run.status);
@@ -574,7 +577,7 @@ function switchOf(label, set, run, isOn, ...content) {
 
 function rowOf(index) {
   const run = data.runs[index], isPinned = pinned.has(run.path), style = { colour: colourOf(lineOf(index)), dash: dashOf(lineOf(index)) };
-  const shown = switchOf(`Show ${run.name}`, hidden, run, !hidden.has(run.path), sample(style), run.name);
+  const shown = switchOf(`Show ${run.name}`, hidden, run, !hidden.has(run.path), sample(style), ending(run.name));
   shown.title = run.path;
   shown.classList.add("name");
   const pin = switchOf(`Pin ${run.name}`, pinned, run, isPinned, isPinned ? "★" : "☆");
