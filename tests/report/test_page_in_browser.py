@@ -254,6 +254,9 @@ def test_pages_of_many_runs_are_short(browser, tmp_path):
         show(browser, page)
         assert browser.execute_script("return document.documentElement.scrollHeight") <= screens * SIZES["desktop"][1]
         assert len(browser.find_elements("css selector", "figure[data-curve=loss] .readout tbody tr")) == 6
+        lines = browser.find_elements("css selector", ".coordinates polyline")
+        assert len(lines) == (0 if screens == 2 else 35)  # a search has a line for each run through its arguments
+        assert browser.get_log("browser") == []
 
 
 def test_numbers_may_be_logged_under_any_name(browser, tmp_path):

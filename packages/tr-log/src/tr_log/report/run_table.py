@@ -12,7 +12,7 @@ from tr_log.report.run_folder import RunFolder
 from tr_log.report.time_split import wall_time
 
 Column = dict[str, Any]
-"""Its `title`, `kind` (`result`, `argument`, `seconds`, `state`), and for a best result whether `greater` is better."""
+"""Its `title`, `kind` (`result`, `argument`, `step`, `seconds`, `state`), and whether a `greater` result is better."""
 
 
 def run_table(runs: Sequence[RunFolder]) -> tuple[list[Column], list[list[Any]]]:
@@ -23,7 +23,7 @@ def run_table(runs: Sequence[RunFolder]) -> tuple[list[Column], list[list[Any]]]
         own = [best if best and best[0] == name else None for best in bests]
         title = f"best {words_of(name)[0].removeprefix('evaluation ')}"
         columns.append(({"title": title, "kind": "result", "greater": greater}, [best and best[1] for best in own]))
-        columns.append(({"title": "at step", "kind": "argument"}, [best and best[2] for best in own]))
+        columns.append(({"title": "at step", "kind": "step"}, [best and best[2] for best in own]))
     columns.append(({"title": "state", "kind": "state"}, [run.status for run in runs]))
     columns += _arguments(runs)
     results = [{"loss": run.newest("loss")} | run.results() for run in runs]
@@ -32,7 +32,7 @@ def run_table(runs: Sequence[RunFolder]) -> tuple[list[Column], list[list[Any]]]
         if any(isinstance(value, int | float) for value in values):
             columns.append(({"title": words_of(name)[0], "kind": "result"}, formatting.to_strict(values)))
     walls = [round(wall_time(run.sessions), 3) if run.sessions else None for run in runs]
-    columns.append(({"title": "steps", "kind": "argument"}, [run.step for run in runs]))
+    columns.append(({"title": "steps", "kind": "step"}, [run.step for run in runs]))
     columns.append(({"title": "wall time", "kind": "seconds"}, walls))
     return [column for column, _ in columns], [list(row) for row in zip(*(c for _, c in columns), strict=True)]
 

@@ -461,7 +461,7 @@ function showRuns() {
   const focused = buttons().indexOf(document.activeElement), left = section.querySelector(".scroll")?.scrollLeft;
   byId("choice").hidden = !several();
   arrange();
-  section.replaceChildren(...(several() ? [tableOfRuns(), partsKey()] : data.runs.map(cardOf)));
+  section.replaceChildren(...(several() ? [tableOfRuns(), partsKey(), ...coordinates()] : data.runs.map(cardOf)));
   for (const run of data.runs) {
     if (run.error) section.append(element("p", { class: "error" }, several() ? `${run.name}: ${run.error}` : run.error));
   }
@@ -507,11 +507,13 @@ function cellText(column, value) {
   return column.kind === "result" && typeof value === "number" ? number(value, 4) : String(value);
 }
 
+const bestColumn = () => data.columns.findIndex(({ greater }) => greater !== undefined);
+const sorting = () => order || [bestColumn(), data.columns[bestColumn()]?.greater];
+
 // Put the runs that the filter leaves in the order of the table: those that are pinned first, then group by group.
 function arrange() {
   if (!several()) return;
-  const { runs, columns } = data, best = columns.findIndex(({ greater }) => greater !== undefined);
-  const [by, falls] = order || [best, best >= 0 && columns[best].greater], group = byId("group");
+  const { runs, columns } = data, [by, falls] = sorting(), group = byId("group");
   const chosen = group.value, offered = columns.filter(({ kind }) => kind === "argument" || kind === "state");
   group.replaceChildren(element("option", { value: "" }, "nothing"), ...offered.map(({ title }) => element("option", {}, title)));
   group.value = offered.some(({ title }) => title === chosen) ? chosen : "";
@@ -539,7 +541,7 @@ function arrange() {
 
 function tableOfRuns() {
   const { columns, runs } = data, body = element("tbody"), grouped = columns.findIndex(({ title }) => title === byId("group").value);
-  const best = columns.findIndex(({ greater }) => greater !== undefined), [by, falls] = order || [best, best >= 0 && columns[best].greater];
+  const best = bestColumn(), [by, falls] = sorting();
   const head = (title, at, kind = "") => {
     const button = element("button", { type: "button" }, ...title.split(/(?<=_)/).flatMap((part) => [part, element("wbr")]));
     button.addEventListener("click", () => { order = [at, by === at ? !falls : kind === "result"]; showRuns(); redraw(); });
@@ -593,6 +595,44 @@ function rowOf(index) {
   cells.splice(data.columns.findIndex(({ kind }) => kind === "state") + 1, 0, element("td", {}, time));
   const course = element("td", {}, small(run, lineOf(index), 80, 18));
   return element("tr", { "data-run": run.name }, element("th", { scope: "row" }, pin, shown), course, ...cells);
+}
+
+// Where a value is on an axis, 0 to 1, and the values that are written there.
+function scaleOfAxis(values) {
+  const known = [...new Set(values)];
+  if (!known.every((value) => typeof value === "number")) {
+    known.sort((one, other) => String(one).localeCompare(String(other), undefined, { numeric: true }));
+    return { place: (value) => (known.indexOf(value) + 0.5) / known.length, ticks: known.slice(0, 12) };
+  }
+  const low = Math.min(...known), high = Math.max(...known), on = low > 0 && high >= 20 * low ? Math.log : (value) => value;
+  const place = (value) => (high > low ? (on(value) - on(low)) / (on(high) - on(low)) : 0.5);
+  return { place, ticks: known.length <= 6 ? known : [low, high] };
+}
+
+// Of a search: a line for each run through its arguments to its result; the better, the stronger.
+function coordinates() {
+  const { columns, runs } = data, best = bestColumn();
+  const axes = columns.map((_, i) => i).filter((i) => columns[i].kind === "argument").slice(0, 8);
+  const shown = rows.map(([index]) => runs[index]).filter((run) => typeof run.row[best] === "number" && !hidden.has(run.path));
+  if (shown.length < 8 || axes.length < 2) return [];
+  axes.push(best);
+  shown.sort((one, other) => (columns[best].greater ? 1 : -1) * (one.row[best] - other.row[best]));
+  const scales = axes.map((column) => scaleOfAxis(shown.map((run) => run.row[column]))), gap = 880 / (axes.length - 1);
+  const most = Math.floor(gap / 6.5), named = (title) => (title.length > most ? "…" + title.slice(1 - most) : title);
+  const x = (i) => 50 + gap * i, y = (i, value) => 165 - 140 * scales[i].place(value);
+  const picture = drawn("svg", { class: "coordinates", viewBox: "0 0 1000 175", role: "img", "aria-label": "A line for each run through its arguments to its result" });
+  shown.forEach((run, rank) => {
+    const points = axes.map((column, i) => `${x(i)},${y(i, run.row[column])}`).join(" ");
+    const words = axes.map((column) => `${columns[column].title} ${cellText(columns[column], run.row[column])}`).join(", ");
+    picture.append(drawn("polyline", { points, "stroke-opacity": 0.1 + 0.9 * ((rank + 1) / shown.length) ** 2 }, drawn("title", {}, `${run.name}: ${words}`)));
+  });
+  axes.forEach((column, i) => {
+    picture.append(drawn("line", { x1: x(i), x2: x(i), y1: 20, y2: 170 }), 
+      drawn("text", { x: x(i), y: 10, class: "axis", "text-anchor": i ? (i < axes.length - 1 ? "middle" : "end") : "start" }, named(columns[column].title)));
+    for (const value of scales[i].ticks) picture.append(drawn("text", { x: x(i) + 4, y: y(i, value) + 3 }, cellText(columns[column], value)));
+  });
+  return [element("p", { class: "key" }, "A line for each run, from its arguments to its result; the strongest lines are those of the best runs."),
+    element("div", { class: "scroll", tabindex: "0" }, picture)];
 }
 
 function partsKey() {
