@@ -414,7 +414,6 @@ function showCurves() {
   plots.clear();
   section.replaceChildren();
   document.body.classList.toggle("bare", !names.length);
-  document.body.classList.toggle("several", several());
   if (!names.length) {
     section.append(element("p", { class: "empty" }, data.runs.length ? "Nothing has been logged." : "There is no run here yet."));
   }
@@ -460,6 +459,7 @@ function showRuns() {
   const section = byId("runs"), buttons = () => [...section.querySelectorAll("button")];
   const focused = buttons().indexOf(document.activeElement), left = section.querySelector(".scroll")?.scrollLeft;
   byId("choice").hidden = !several();
+  document.body.classList.toggle("several", several());
   arrange();
   section.replaceChildren(...(several() ? [tableOfRuns(), partsKey(), ...coordinates()] : data.runs.map(cardOf)));
   for (const run of data.runs) {
