@@ -192,13 +192,14 @@ def test_nothing_is_loaded_before_everything_is_read(tmp_path):
     [
         (lambda p: None, "no checkpoint at .*there: there is no such folder"),
         (lambda p: p.write_text("x"), "no checkpoint at .*there: there is no such folder"),
+        (lambda p: (p.parent / "checkpoint-5").mkdir(), "no such folder; .* has checkpoint-5"),
         (
             lambda p: p.mkdir(),
             "it holds neither a manifest.json nor folders named checkpoint-<step>; give a checkpoint",
         ),
         (lambda p: (p / "checkpoint-3").mkdir(parents=True), "no valid checkpoint in .*there: all 1 are damaged"),
     ],
-    ids=["absent", "file", "empty", "foreign"],
+    ids=["absent", "file", "beside", "empty", "foreign"],
 )
 def test_a_source_without_a_checkpoint_is_an_error(make, message, tmp_path):
     make(tmp_path / "there")

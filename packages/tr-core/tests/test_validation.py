@@ -68,7 +68,7 @@ CASES = {
     "unknown tracker": (
         {"report_to": ["tensorbord"]},
         plugins.PluginError,
-        "no tracker named 'tensorbord'; installed:",
+        "no tracker named 'tensorbord'; did you mean tensorboard[?] installed:",
     ),
     "unknown strategy": ({"strategy": "horovod"}, plugins.PluginError, "no strategy named 'horovod'; installed:"),
     "other processes than were started": (
@@ -107,10 +107,10 @@ def test_what_cannot_work_is_refused_at_construction(make_args, case):
 
 
 LATER = {
-    "unknown optimizer": ({"optim": "adamx"}, "no optimizer named 'adamx'; installed:"),
+    "unknown optimizer": ({"optim": "adamx"}, "no optimizer named 'adamx'; .*installed:"),
     "misspelt optimizer": (
         {"optim": "adamw_torhc"},
-        "no optimizer named 'adamw_torhc'; .*built in: adagrad, adamw_torch, .*; did you mean adamw_torch[?]",
+        "no optimizer named 'adamw_torhc'; did you mean adamw_torch[?] installed: .*adagrad, .*adamw_torch,",
     ),
     "unknown schedule": (
         {"lr_scheduler_type": "linea"},

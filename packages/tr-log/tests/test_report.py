@@ -317,8 +317,11 @@ def test_a_run_without_events_has_its_page_and_no_ending(tmp_path, caplog):
 
 
 def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path):
-    events = [start_event(1.0), end_event(2.0, 1, status="stopped")]
-    assert result_of(RunFolder.read(write_run(tmp_path, events))).endswith("train(resume_from_checkpoint=True)")
+    events = [start_event(1.0), {"event": "checkpoint", "time_s": 2.0, "step": 1}, end_event(2.0, 1, status="stopped")]
+    folder = write_run(tmp_path, events)
+    assert "to go on" not in result_of(RunFolder.read(folder))  # from a checkpoint that is not there
+    (folder / "checkpoint-1").mkdir()
+    assert result_of(RunFolder.read(folder)).endswith("train(resume_from_checkpoint=True)")
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path, capsys):

@@ -38,14 +38,15 @@ def did_you_mean(name: str, known: Iterable[str], *, also: Iterable[str] = (), p
 
     Args:
         name: the name as written.
-        known: names it could mean; the nearest one is suggested, or up to three that contain `name`.
+        known: names it could mean; up to three that have all its words are suggested, or the nearest one.
         also: further names, suggested only if one of them is the nearest.
         prefix: put before the names.
     """
     known = list(known)
+    words = set(name.split("_"))
+    containing = [other for other in known if len(name) >= LEAST_PART and words < set(other.split("_"))]
     match = closest(name, [*known, *also])
-    containing = [other for other in known if len(name) >= LEAST_PART and f"_{name}_" in f"_{other}_"]
-    names = [match] if match else containing if len(containing) <= 3 else []
+    names = containing if 1 <= len(containing) <= 3 else [match] if match else []
     return f"; did you mean {' or '.join(prefix + other for other in names)}?" if names else ""
 
 

@@ -147,12 +147,13 @@ class Restoring:
             CheckpointError: there is none, it is damaged, it lacks a part, or a part rejects its state.
             UnreadableError: it cannot be read.
         """
-        [(is_folder, is_checkpoint, inside), *_] = self._ranks.apart(
+        [(is_folder, is_checkpoint, inside, beside), *_] = self._ranks.apart(
             "nothing was restored",
             lambda: (
                 reads.is_folder(source),
                 _is_checkpoint(source, self._prefix),
                 len(discovery.find(source, self._prefix)),
+                [found.name for found in discovery.find(source.parent, self._prefix)],
             ),
             failure=CheckpointError,
         )
@@ -170,7 +171,8 @@ class Restoring:
                     f"{error} — give another checkpoint, or {source.parent} for the newest valid one in it{hint}"
                 ) from error
         if not is_folder:
-            raise CheckpointError(f"no checkpoint at {source}: there is no such folder")
+            there = f"{source.parent} has {', '.join(beside[-10:])}" if beside else f"{source.parent} has none"
+            raise CheckpointError(f"no checkpoint at {source}: there is no such folder; {there}")
         if not inside:
             _refuse_pickled(source)
             raise CheckpointError(

@@ -98,13 +98,11 @@ def _kind(group: str) -> str:
 def _missing(group: str, name: str, built_in: list[str]) -> str:
     if instead := _INSTEAD.get((group, name)):
         return f"there is no {_kind(group)} {name!r} {instead}"
-    installed = ", ".join(f"{known} ({origin})" for known, origin in sorted(available(group).items())) or "none"
-    message = f"no {_kind(group)} named {name!r}; installed: {installed}"
-    if built_in:
-        message += f"; built in: {', '.join(built_in)}"
-    suggestion = did_you_mean(name, [*built_in, *available(group)])
+    known = sorted({*built_in, *available(group)})
+    suggestion = did_you_mean(name, known)
+    message = f"no {_kind(group)} named {name!r}{suggestion or ';'} installed: {', '.join(known) or 'none'}"
     distributions = {entry.dist.name for entry in _entries(group) if entry.dist is not None}
     missing = [package for package in _PACKAGES.get(group, ()) if package not in distributions]
     if missing:
-        suggestion += f"; more come with pip install {' '.join(missing)}"
-    return message + (suggestion or "; a package's new entry points are found after it is installed again")
+        return f"{message}; more come with pip install {' '.join(missing)}"
+    return message + ("" if suggestion else "; a package's new entry points are found after it is installed again")

@@ -42,6 +42,10 @@ def check_model(model: Any, model_init: Any) -> None:
     if model is not None and model_init is not None:
         raise ValueError("Trainer was given a model and a model_init; pass one of them")
     if model is not None and not isinstance(model, nn.Module):
+        if isinstance(model, type):
+            raise TypeError(
+                f"model is the class {model.__name__}: pass an instance, {model.__name__}(...), or model_init"
+            )
         raise TypeError(f"model is a {type(model).__name__}; Trainer trains a torch.nn.Module")
     if model is not None and "_orig_mod" in model._modules:
         raise ValueError(

@@ -183,7 +183,11 @@ class EvaluationLoop:
         elif self._by_batch is not None:
             metrics = _checked(self._batch_metrics)
         elif self._compute is not None and has_both:
-            metrics = _checked(self._compute(EvalPrediction(**kept)))
+            try:
+                metrics = _checked(self._compute(EvalPrediction(**kept)))
+            except Exception as error:
+                error.add_note(f"raised by compute_metrics, whose argument has {', '.join(kept)}")
+                raise
         metrics = logged | plain_numbers(metrics) | self._loss.metrics(self._options.prefix)
         named = with_prefix(metrics, self._options.prefix)
         samples = sum(self._strategy.gather_objects(self._num_samples)) if self._counts_own else self._num_samples

@@ -103,9 +103,15 @@ def scan(data: Any, most: int) -> Iterator[tuple[int, Any]]:
 def explain(error: Exception, trainer: TrainerMethods) -> None:
     """Add to an exception what is wrong with its micro-batch and what to do, as a note; its type and text stay."""
     with suppress(Exception):  # what is looked at may fail itself, as a device after an error
-        found = diagnose(Failure(error, trainer))
-        if found is not None and found[1] not in getattr(error, "__notes__", ()):
-            error.add_note(found[1])
+        failure = Failure(error, trainer)
+        _, text = diagnose(failure) or ("", _contents(failure))
+        if text and text not in getattr(error, "__notes__", ()):
+            error.add_note(text)
+
+
+def _contents(failure: Failure) -> str:
+    shown = [f"{name} {_dtype(value)} {tuple(value.shape)}" for name, value in failure.tensors.items()]
+    return f"the micro-batch holds {', '.join(shown)}" if shown else ""
 
 
 def diagnose(failure: Failure) -> tuple[str, str] | None:
@@ -200,8 +206,18 @@ def _fractions_as_labels(failure: Failure) -> str | None:
     if labels is None or not labels.is_floating_point() or labels.shape == scores.shape:
         return None
     return (
-        f"the labels are {str(labels.dtype).removeprefix('torch.')}, and a cross entropy takes class numbers: make "
+        f"the labels are {_dtype(labels)}, and a cross entropy takes class numbers: make "
         "them whole numbers (int64), from 0 on; for a regression, give the model one output (num_labels=1)"
+    )
+
+
+def _numbers_for_each_class(failure: Failure) -> str | None:
+    labels, scores = _labels(failure)
+    if labels is None or labels.is_floating_point() or labels.dim() < 2 or labels.shape != scores.shape:
+        return None
+    return (
+        f"the labels are whole numbers of the shape {tuple(labels.shape)}, one for each class: give each sample the "
+        "number of its class, or make them float32 for probabilities"
     )
 
 
@@ -263,6 +279,63 @@ def _no_samples(failure: Failure) -> str | None:
     )
 
 
+def _unequal_samples(failure: Failure) -> str | None:
+    samples = [sample for sample in failure.samples if isinstance(sample, Mapping)]
+    if not failure.is_of_loader or len(samples) < 2:
+        return None
+    for name in samples[0]:
+        sizes = [len(sample[name]) for sample in samples if hasattr(sample.get(name), "__len__")]
+        if len(set(sizes)) > 1 and not _is_text(samples[0][name]):
+            return (
+                f"column {name!r} has {min(sizes)} values in one sample and {max(sizes)} in another: bring all to one "
+                "length, or pass a data_collator that pads, as DataCollatorWithPadding does"
+            )
+    return None
+
+
+def _missing_columns(failure: Failure) -> str | None:
+    if not isinstance(failure.error, TypeError) or not isinstance(failure.inputs, Mapping):
+        return None
+    model = base_model(failure.trainer.model)
+    missing = sorted(_needed(model) - set(failure.inputs))
+    if not missing:
+        return None
+    first = next((sample for sample in failure.samples if isinstance(sample, Mapping)), {})
+    hidden = sorted(set(map(str, first)) - set(map(str, failure.inputs)))
+    left_out = f"; columns {hidden} of the data were left out, as it takes none of these names: rename them"
+    return (
+        f"the forward method of {type(model).__name__} needs {', '.join(missing)}, and the micro-batch has "
+        f"{failure.columns}{left_out if hidden else ''}"
+    )
+
+
+def _unfit_for_weights(failure: Failure) -> str | None:
+    layer, given = failure.local("forward", "self"), failure.local("forward", "input")
+    if not isinstance(layer, torch.nn.Linear) or not isinstance(given, torch.Tensor) or given.dim() == 0:
+        return None
+    if given.shape[-1] != layer.in_features:
+        return (
+            f"{layer} takes {layer.in_features} numbers in the last dimension, and was given the shape "
+            f"{tuple(given.shape)}; {_contents(failure)}"
+        )
+    if given.dtype == layer.weight.dtype:
+        return None
+    name = next((f" of column {name!r}" for name, value in failure.tensors.items() if value.dtype == given.dtype), "")
+    return (
+        f"{layer} has weights of {_dtype(layer.weight)} and was given {_dtype(given)}, the type{name}: make that "
+        f"{_dtype(layer.weight)} in the data set or the collator"
+    )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _needed(model: Any) -> set[str]:
+    takes = parameters_of(model.forward)
+    return {name for name, each in takes.items() if each.default is each.empty and each.kind not in (2, 4)}
+
+
 def _text(failure: Failure) -> str | None:
     inputs, first = failure.inputs, next(iter(failure.samples), None)
     collator = failure.trainer.data_collator
@@ -272,7 +345,7 @@ def _text(failure: Failure) -> str | None:
     given = inputs if inputs is not None else first
     words = [name for name, value in first.items() if _is_text(value) and name not in failure.trainer.label_names]
     takes = parameters_of(base_model(failure.trainer.model).forward)
-    needed = {name for name, each in takes.items() if each.default is each.empty and each.kind not in (2, 4)}
+    needed = _needed(base_model(failure.trainer.model))
     needed |= {main_input_name(failure.trainer.model)} & set(takes)
     if not is_own or not isinstance(given, Mapping) or (needed and needed <= set(given)):
         words = [name for name in words if name in takes and inputs is None]
@@ -345,9 +418,13 @@ _TABLE: tuple[tuple[str, Callable[[Failure], str | None]], ...] = (
     ("T505", _without_gradient),
     ("T514", _outside_of_embedding),
     ("T408", _fractions_as_labels),
+    ("T502", _numbers_for_each_class),
     ("T405", _outside_of_classes),
     ("T410", _no_samples),
     ("T411", _text),
+    ("T403", _unequal_samples),
+    ("T502", _missing_columns),
+    ("T502", _unfit_for_weights),
     ("T503", _no_loss),
     ("T409", _not_finite),
 )

@@ -76,14 +76,14 @@ def result_of(run: RunFolder) -> str:
     shares = sorted(((taken, name) for name, taken in split.items() if taken >= 0.01 * seconds > 0), reverse=True)
     saved = [("last", mark["step"]) for mark in session.marks if mark.get("event") == "checkpoint"][-1:]
     saved += [("best", best[2])] if best else []
-    kept = [(name, run.path / f"checkpoint-{step}") for name, step in saved]
+    kept = [(name, folder) for name, step in saved if (folder := run.path / f"checkpoint-{step}").is_dir()]
     lines = {
         "evaluation": next((f"{'  '.join(evaluation(e))}  at step {at}" for e, at in reversed(evaluated) if e), ""),
         "best": f"{best[0]} {value(best[1])} at step {best[2]}" if best else "",
-        "checkpoints": ", ".join(f"{name} {folder}" for name, folder in kept if folder.is_dir()),
+        "checkpoints": ", ".join(f"{name} {folder}" for name, folder in kept),
         "report": str(run.path / REPORT_FILE),
         "time": f"{duration(seconds)}: " + ", ".join(f"{said[n]} {100 * taken / seconds:.0f}%" for taken, n in shares),
-        "to go on": "" if session.ended == "finished" else "trainer.train(resume_from_checkpoint=True)",
+        "to go on": "" if session.ended == "finished" or not kept else "trainer.train(resume_from_checkpoint=True)",
     }
     return "".join(f"\n  {name:<11} {text}" for name, text in lines.items() if text)
 
