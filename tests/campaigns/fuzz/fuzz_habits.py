@@ -372,7 +372,7 @@ def evaluate_more_often(trainer):
     trainer.args.eval_steps = 1
 
 
-@habit("on_step_end")
+@habit("on_step_end", suits=lambda run: run.loader != "own_generator")  # by hand an epoch is drawn whole
 def stop_the_epoch(trainer):
     trainer.control.should_epoch_stop = True
 
