@@ -1,6 +1,8 @@
 """`trainer init` writes scripts that run, learn and resume."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ import sys
 
 import pytest
 
+from tr_all import init
 from tr_all.cli import main
 from tr_all.init import TEMPLATES
 
@@ -93,6 +96,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
     shown = refused("custom", str(tmp_path / "file/project"), capsys=capsys)
     assert f"{tmp_path / 'file/project'} cannot be written: " in shown
     assert "give another folder" in shown
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
+    def fails_for_the_settings(path, content):
+        if path.suffix == ".yaml":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_bytes(content)
+
+    monkeypatch.setattr(init, "write_whole", fails_for_the_settings)
+    assert f"{tmp_path} cannot be written: No space left" in refused("custom", str(tmp_path), capsys=capsys)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_help_lists_the_tasks_and_what_they_train(capsys):

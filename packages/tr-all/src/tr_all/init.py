@@ -6,9 +6,11 @@ import argparse
 import ast
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tr_args.errors import did_you_mean
+from tr_log.line_file import write_whole
 
 TEMPLATES = {path.stem.replace("_", "-"): path for path in sorted(Path(__file__).with_name("templates").glob("*.py"))}
 
@@ -37,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (script, settings):
-            with path.open("x", encoding="utf-8") as file:
-                file.write(TEMPLATES[task].with_suffix(path.suffix).read_text("utf-8"))
+            write_whole(path, TEMPLATES[task].with_suffix(path.suffix).read_bytes())
     except OSError as error:
-        parser.error(f"{error.filename or folder} cannot be written: {error.strerror}; give another folder")
+        with suppress(OSError):
+            script.unlink()  # it was not there before
+        parser.error(f"{folder} cannot be written: {error.strerror}; give another folder")
     words = shlex.join([str(script), "--config", str(settings)])
     print(f"wrote {script} and {settings}\n")
     print(f"train:             python {words}")
