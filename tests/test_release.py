@@ -111,7 +111,7 @@ def test_an_empty_fragment_is_refused(tmp_path):
 def test_a_tag_must_be_that_of_the_checkout():
     with pytest.raises(release.ReleaseError, match=r"the tag says tr-args 99\.0\.0, its pyproject\.toml \d"):
         release.of_tag(ROOT, "tr-args-v99.0.0")
-    with pytest.raises(release.ReleaseError, match="no tag of a release; they are like tr-args-v0.1.0"):
+    with pytest.raises(release.ReleaseError, match="not a tag of a release; they are like tr-args-v0.1.0"):
         release.of_tag(ROOT, "v1")
 
 

@@ -184,7 +184,7 @@ def test_a_training_is_announced_at_info_and_its_entries_and_metrics_by_the_firs
     for rank, level in enumerate(setting.levels.split()):
         found, expected = ours(name, rank), theirs(name, rank)
         informs = NUMBERS[level] <= NUMBERS["INFO"]
-        assert len(re.findall(r"INFO tr_core.*: training Network", found.err)) == informs, rank
+        assert len(re.findall(r"INFO tr_core.*: training begins", found.err)) == informs, rank
         assert ("***** Running training *****" in expected.err) == informs, rank
         assert (
             ("***** train metrics *****" in found.out) == ("***** train metrics *****" in expected.out) == (rank == 0)

@@ -97,9 +97,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(find):
     assert finder.suggestion == pytest.approx(finder.rates[-1] / 10)
 
 
-def test_arguments_that_do_not_log_each_step_or_save_the_weights_are_refused(find):
+def test_arguments_that_do_not_log_each_step_or_save_the_weights_are_refused(saving):
+    trainer = saving(save_strategy="epoch", logging_steps=5)
+    trainer.add_callback(LearningRateFinder())
     with pytest.raises(ValueError, match=r"logging_steps=1, .*save_strategy='no'; given is logging_steps=5, save_str"):
-        find(LearningRateFinder(), logging_steps=5, save_strategy="epoch")
+        trainer.train()
 
 
 def test_a_resumed_run_is_refused(saving):
