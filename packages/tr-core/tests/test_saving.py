@@ -224,7 +224,7 @@ def test_a_finished_run_is_not_announced_and_says_how_to_continue(make_trainer, 
     make_trainer(**options).train()
     log.clear()
     make_trainer(**options).train(resume_from_checkpoint=True)
-    assert not any(text.startswith("training Classifier") for text in log.messages)
+    assert not any(text.startswith("training begins") for text in log.messages)
     assert log.messages[-1].endswith("the run is complete; a larger num_train_epochs or max_steps continues it")
 
 
