@@ -35,6 +35,12 @@ CASES = {
         TypeError,
         r"optimizers is SGD; it must be a pair .* optimizers=\(optimizer, None\)",
     ),
+    "the class of a model": ({"model": Classifier}, TypeError, r"model is the class Classifier: pass an instance"),
+    "columns to evaluate on": (
+        {"eval_dataset": {"x": [[0.5] * 8], "labels": [1, 0]}},
+        TypeError,
+        "eval_dataset is a dict whose 'labels' holds numbers; .* turn columns into rows",
+    ),
     "several data sets to train on": (
         {"train_dataset": {"train": samples(4), "test": samples(4)}},
         TypeError,

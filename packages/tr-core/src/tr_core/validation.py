@@ -139,6 +139,13 @@ def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any
         )
 
 
+_ROWS = "turn columns into rows, as datasets.Dataset.from_dict(columns) does"
+
+
+def _is_column(data: Any) -> bool:
+    return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], int | float)
+
+
 def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, overrides: Callable[..., bool]) -> None:
     """Raise if arguments need data that the Trainer did not get: a late failure would waste hours."""
     evaluates_other_data = args.eval_strategy != "no" and args.overfit_batches is None
@@ -147,12 +154,19 @@ def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, o
             f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
             "eval_dataset or set eval_strategy='no'"
         )
+    numbers = (
+        [name for name, data in eval_dataset.items() if _is_column(data)] if isinstance(eval_dataset, dict) else []
+    )
+    if numbers:
+        raise TypeError(
+            f"eval_dataset is a dict whose {numbers[0]!r} holds numbers; a dict holds data sets by name: {_ROWS}"
+        )
     if train_dataset is None or overrides("get_train_dataloader"):
         return
     if isinstance(train_dataset, dict):
         raise TypeError(
             f"train_dataset is a dict of {sorted(map(str, train_dataset))}; training takes one data set: pass one of "
-            "them, as in train_dataset=data['train']"
+            f"them, as in train_dataset=data['train'], or {_ROWS}"
         )
     if not has_length(train_dataset) and args.max_steps <= 0:
         raise ValueError(
