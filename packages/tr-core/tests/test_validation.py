@@ -93,6 +93,7 @@ PARTS = (
     "model",
     "model_init",
     "train_dataset",
+    "eval_dataset",
     "compute_metrics",
     "tokenizer",
     "processing_class",
