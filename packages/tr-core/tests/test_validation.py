@@ -39,7 +39,7 @@ CASES = {
     "columns to evaluate on": (
         {"eval_dataset": {"x": [[0.5] * 8], "labels": [1, 0]}},
         TypeError,
-        "eval_dataset is a dict whose 'labels' holds numbers; .* turn columns into rows",
+        r"eval_dataset is a dict of \['labels', 'x'\], which the model takes as columns.* turn columns into rows",
     ),
     "several data sets to train on": (
         {"train_dataset": {"train": samples(4), "test": samples(4)}},

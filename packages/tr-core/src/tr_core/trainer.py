@@ -298,7 +298,7 @@ class Trainer(TransformersAttributes):
     def check_setup(self) -> None:
         """Raise if the arguments need what this Trainer did not get, or what is not possible."""
         args, computes_loss = self.args, self.overrides("compute_loss", "training_step")
-        check_data(args, self.train_dataset, self.eval_dataset, self.overrides)
+        check_data(args, self.model, self.train_dataset, self.eval_dataset, self.overrides)
         check_label_names(args, self.model, self.loss_function is not None, computes_loss)
         check_options(args, self.strategy)
         check_step_compile(args, self.strategy, self.model, self.overrides)

@@ -142,11 +142,9 @@ def check_given_parts_fit(model: nn.Module | None, optimizer: Any, schedule: Any
 _ROWS = "turn columns into rows, as datasets.Dataset.from_dict(columns) does"
 
 
-def _is_column(data: Any) -> bool:
-    return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], int | float)
-
-
-def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, overrides: Callable[..., bool]) -> None:
+def check_data(
+    args: TrainingArguments, model: nn.Module, train_dataset: Any, eval_dataset: Any, overrides: Callable[..., bool]
+) -> None:
     """Raise if arguments need data that the Trainer did not get: a late failure would waste hours."""
     evaluates_other_data = args.eval_strategy != "no" and args.overfit_batches is None
     if evaluates_other_data and eval_dataset is None and not overrides("get_eval_dataloader"):
@@ -154,12 +152,10 @@ def check_data(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, o
             f"eval_strategy={str(args.eval_strategy)!r} evaluates during training, but eval_dataset is None; pass "
             "eval_dataset or set eval_strategy='no'"
         )
-    numbers = (
-        [name for name, data in eval_dataset.items() if _is_column(data)] if isinstance(eval_dataset, dict) else []
-    )
-    if numbers:
+    if isinstance(eval_dataset, dict) and eval_dataset and set(eval_dataset) <= {*forward_parameters(model), "label"}:
         raise TypeError(
-            f"eval_dataset is a dict whose {numbers[0]!r} holds numbers; a dict holds data sets by name: {_ROWS}"
+            f"eval_dataset is a dict of {sorted(eval_dataset)}, which the model takes as columns, and a dict holds "
+            f"data sets by name: {_ROWS}"
         )
     if train_dataset is None or overrides("get_train_dataloader"):
         return
