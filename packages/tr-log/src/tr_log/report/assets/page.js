@@ -683,7 +683,7 @@ function splitOf(run) {
     const name = element("td", {}, swatch, text + (leaves && key === "idle" ? " (not in the bar)" : ""));
     body.append(row(name, seconds, (100 * seconds / run.wall).toFixed(1) + " %"));
   }
-  body.append(row(element("th", { scope: "row" }, "in all"), run.wall, ""));
+  body.append(row(element("th", { scope: "row" }, "total"), run.wall, ""));
   return element("div", {}, barOf(run), element("div", { class: "scroll" }, element("table", { class: "split" }, body)));
 }
 
