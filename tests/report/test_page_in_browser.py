@@ -298,7 +298,7 @@ def test_smoothing_axis_and_logarithm_act_on_the_curves(browser, pages):
 def test_the_time_of_a_run_that_was_killed_twice_is_split(browser, pages):
     show(browser, pages["killed_twice"])
     split = text_of(browser, ".split")
-    for word in ("computing", "lost, and done again", "between two calls of train", "in all40.0 s"):
+    for word in ("computing", "lost, and done again", "between two calls of train", "total40.0 s"):
         assert word in split
     assert "a value was not finite" in text_of(browser, "#tables")
 
