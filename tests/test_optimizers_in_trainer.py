@@ -47,8 +47,9 @@ def tolerance_of(setting):
     """Return how far weights may be from those of another order of additions, after changes of some hundredths."""
     if "8bit" in setting.optim:
         return 1e-3  # a rounding error can become a step of 8 bits
-    # A column's step size is a quotient of two norms of few numbers each.
-    return 1e-5 if setting.optim.startswith("apollo_adamw") else 1e-6
+    # A column's step size is a quotient of two norms of few numbers each, of which one may be a thousandth of the sums
+    # that it is the rest of: 1e-5 on some processors, and ten times that as a margin.
+    return 1e-4 if setting.optim.startswith("apollo_adamw") else 1e-6
 
 
 def is_projecting(setting):
