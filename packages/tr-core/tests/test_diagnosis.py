@@ -125,7 +125,7 @@ MISTAKES = {
     ),
     "samples of unequal length": (
         Words,
-        [{"input_ids": torch.ones(2 + index % 2, dtype=torch.long), "labels": 1} for index in range(8)],
+        [{"labels": torch.tensor(1), "input_ids": torch.ones(2 + index % 2, dtype=torch.long)} for index in range(8)],
         {},
         RuntimeError,
         "T403",
@@ -145,7 +145,7 @@ MISTAKES = {
         {},
         RuntimeError,
         "T502",
-        "has weights of float32 and was given float64, the type of column 'x'",
+        "has weights of float32 and was given float64, as column 'x' is: make that float32",
     ),
     "too many features": (
         Classifier,
@@ -249,6 +249,27 @@ def test_a_loading_process_that_cannot_make_a_batch_gives_the_same_note(make_tra
     with pytest.raises(kind) as caught:
         trainer.train()
     assert [note for note in caught.value.__notes__ if words in note]
+
+
+def test_samples_of_unequal_length_are_not_blamed_where_a_collator_of_ones_own_fails(make_trainer):
+    def collate(rows):
+        raise LookupError("no table")
+
+    data = [{"input_ids": torch.ones(2 + n % 2, dtype=torch.long), "labels": torch.tensor(1)} for n in range(8)]
+    with pytest.raises(LookupError) as caught:
+        make_trainer(model=Words(), train_dataset=data, data_collator=collate).train()
+    assert not any("values in one sample" in note for note in caught.value.__notes__)
+
+
+def test_names_are_not_blamed_where_an_override_gives_the_model_others(make_trainer):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            raise TypeError("mine")
+
+    data = [{"features": row["x"], "labels": 1} for row in samples(8)]
+    with pytest.raises(TypeError, match="mine") as caught:
+        make_trainer(trainer_class=Own, train_dataset=data, remove_unused_columns=False).train()
+    assert not any("needs x" in note for note in caught.value.__notes__)
 
 
 def test_an_error_of_another_kind_says_only_what_the_micro_batch_held(make_trainer):

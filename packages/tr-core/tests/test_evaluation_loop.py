@@ -196,8 +196,22 @@ def test_metrics_that_are_no_dict_are_an_error(make_trainer, answer, by_batch):
         return answer
 
     trainer = make_trainer(eval_dataset=samples(4), compute_metrics=metrics, batch_eval_metrics=by_batch)
-    with pytest.raises(TypeError, match="compute_metrics returned .*; it must return a dict of names and values"):
+    with pytest.raises(
+        TypeError, match="compute_metrics returned .*; it must return a dict of names and values"
+    ) as caught:
         trainer.evaluate()
+    assert not hasattr(caught.value, "__notes__")  # it is not compute_metrics that raised it
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_an_error_of_compute_metrics_says_that_it_is_its_own(make_trainer, by_batch):
+    def metrics(prediction, compute_result=True):
+        return {"accuracy": prediction.preds}
+
+    trainer = make_trainer(eval_dataset=samples(4), compute_metrics=metrics, batch_eval_metrics=by_batch)
+    with pytest.raises(AttributeError, match="preds") as caught:
+        trainer.evaluate()
+    assert "raised by compute_metrics, whose argument has predictions, label_ids" in caught.value.__notes__[0]
 
 
 def test_a_data_set_that_nobody_knows_is_an_error_that_names_those_there_are(make_trainer):

@@ -153,7 +153,9 @@ class Restoring:
                 reads.is_folder(source),
                 _is_checkpoint(source, self._prefix),
                 len(discovery.find(source, self._prefix)),
-                [found.name for found in discovery.find(source.parent, self._prefix)],
+                []
+                if reads.is_folder(source)
+                else [found.name for found in discovery.find(source.parent, self._prefix)],
             ),
             failure=CheckpointError,
         )

@@ -155,7 +155,7 @@ def check_data(
     if isinstance(eval_dataset, dict) and eval_dataset and set(eval_dataset) <= {*forward_parameters(model), "label"}:
         raise TypeError(
             f"eval_dataset is a dict of {sorted(eval_dataset)}, which the model takes as columns, and a dict holds "
-            f"data sets by name: {_ROWS}"
+            f"data sets by name: {_ROWS}, or give the data sets other names"
         )
     if train_dataset is None or overrides("get_train_dataloader"):
         return

@@ -66,11 +66,11 @@ class Layout:
         lines = [""]
         for piece in pieces:
             name = piece.partition(" ")[0]
-            known = self._pieces[name] = max(self._pieces.get(name, 0), len(piece)) if name.isidentifier() else 0
-            padded = piece.ljust(known) + "  "
+            if name.isidentifier():  # a number begins what has no name
+                self._pieces[name] = max(self._pieces.get(name, 0), len(piece))
             if lines[-1] and len(lines[-1] + piece) > width:
                 lines.append("    ")
-            lines[-1] += padded
+            lines[-1] += piece.ljust(self._pieces.get(name, 0)) + "  "
         return [line.rstrip() for line in lines]
 
     def lines(self, rows: Sequence[Row], console: Console, width: int, height: int) -> list[Text]:

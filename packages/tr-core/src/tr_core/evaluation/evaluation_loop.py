@@ -167,7 +167,7 @@ class EvaluationLoop:
             return
         kept = {name: self._gather(tree, batch) for name, tree in given.items()}
         if self._by_batch is not None and kept["predictions"] is not None and kept["label_ids"] is not None:
-            self._batch_metrics = self._by_batch(EvalPrediction(**kept), compute_result=is_last)
+            self._batch_metrics = _metrics_of(self._by_batch, kept, compute_result=is_last)
         if not self._keeps_batches:
             return
         every = self._args.eval_accumulation_steps
@@ -183,11 +183,7 @@ class EvaluationLoop:
         elif self._by_batch is not None:
             metrics = _checked(self._batch_metrics)
         elif self._compute is not None and has_both:
-            try:
-                metrics = _checked(self._compute(EvalPrediction(**kept)))
-            except Exception as error:
-                error.add_note(f"raised by compute_metrics, whose argument has {', '.join(kept)}")
-                raise
+            metrics = _checked(_metrics_of(self._compute, kept))
         metrics = logged | plain_numbers(metrics) | self._loss.metrics(self._options.prefix)
         named = with_prefix(metrics, self._options.prefix)
         samples = sum(self._strategy.gather_objects(self._num_samples)) if self._counts_own else self._num_samples
@@ -237,6 +233,14 @@ def plain_numbers(value: Any) -> Any:
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
     return value
+
+
+def _metrics_of(compute: Any, kept: dict[str, Any], **options: Any) -> Any:
+    try:
+        return compute(EvalPrediction(**kept), **options)
+    except Exception as error:
+        error.add_note(f"raised by compute_metrics, whose argument has {', '.join(kept)}")
+        raise
 
 
 def _checked(metrics: Any) -> dict[str, Any]:

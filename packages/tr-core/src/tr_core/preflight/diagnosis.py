@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tr_core.collators.padding import default_data_collator
 from tr_core.data.loaders import is_map_style
 from tr_core.model_io import IGNORED_TARGET, base_model, main_input_name
 from tr_core.preflight.origins import frames_of, passed_through
@@ -281,11 +282,12 @@ def _no_samples(failure: Failure) -> str | None:
 
 def _unequal_samples(failure: Failure) -> str | None:
     samples = [sample for sample in failure.samples if isinstance(sample, Mapping)]
-    if not failure.is_of_loader or len(samples) < 2:
-        return None
+    stacks = failure.trainer.data_collator in (default_data_collator, torch.utils.data.default_collate)
+    if not failure.is_of_loader or not stacks or len(samples) < 2:
+        return None  # another collator may well take them
     for name in samples[0]:
-        sizes = [len(sample[name]) for sample in samples if hasattr(sample.get(name), "__len__")]
-        if len(set(sizes)) > 1 and not _is_text(samples[0][name]):
+        sizes = [size for sample in samples if (size := _size(sample.get(name))) is not None]
+        if len(set(sizes)) > 1:
             return (
                 f"column {name!r} has {min(sizes)} values in one sample and {max(sizes)} in another: bring all to one "
                 "length, or pass a data_collator that pads, as DataCollatorWithPadding does"
@@ -293,9 +295,18 @@ def _unequal_samples(failure: Failure) -> str | None:
     return None
 
 
+def _size(value: Any) -> int | None:
+    """Return the length of a row of numbers; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.dim() else None
+    return len(value) if isinstance(value, list | tuple) and not _is_text(value) else None
+
+
 def _missing_columns(failure: Failure) -> str | None:
     if not isinstance(failure.error, TypeError) or not isinstance(failure.inputs, Mapping):
         return None
+    if failure.trainer.overrides("compute_loss", "training_step", "prediction_step"):
+        return None  # which may give the model other names
     model = base_model(failure.trainer.model)
     missing = sorted(_needed(model) - set(failure.inputs))
     if not missing:
@@ -320,9 +331,10 @@ def _unfit_for_weights(failure: Failure) -> str | None:
         )
     if given.dtype == layer.weight.dtype:
         return None
-    name = next((f" of column {name!r}" for name, value in failure.tensors.items() if value.dtype == given.dtype), "")
+    same = [name for name, value in failure.tensors.items() if (value.dtype, value.shape) == (given.dtype, given.shape)]
+    column = f", as column {same[0]!r} is" if same else ""
     return (
-        f"{layer} has weights of {_dtype(layer.weight)} and was given {_dtype(given)}, the type{name}: make that "
+        f"{layer} has weights of {_dtype(layer.weight)} and was given {_dtype(given)}{column}: make that "
         f"{_dtype(layer.weight)} in the data set or the collator"
     )
 
