@@ -56,7 +56,8 @@ def test_the_bar_shows_position_speed_and_time_left_and_the_line_below_the_lates
     later = next(bar for bar in bars if "it/s" in bar and "eta" in bar)
     for piece in ("━", "/40  ", "%  ", " it/s", "eta 0:0"):
         assert piece in later
-    figures = re.compile(r"loss 0\.\d+  grad norm 1.25  lr 0.0001  epoch \d")  # of whichever step the drawing comes to
+    # Of whichever step the drawing comes to: on a busy machine it is a later one.
+    figures = re.compile(r"loss 0\.\d+ +grad norm 1\.25  lr 0\.000[1-4]  epoch \d")
     assert any(figures.match(frame) for frame in display.frames)
 
 
