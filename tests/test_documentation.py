@@ -6,8 +6,10 @@ import importlib
 import inspect
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,8 +28,14 @@ PAGES = [
     ROOT / "README.md",
 ]
 # Of the other packages' pages with Python, those whose own tests do not run it.
-NOT_RUN_THERE = [ROOT / "packages/tr-dist/docs/accelerate.md", ROOT / "packages/tr-dist/docs/sharding.md"]
+NOT_RUN_THERE = [ROOT / f"packages/tr-dist/docs/{name}.md" for name in ("accelerate", "hangs", "sharding")]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A block that is a file says so in the line before it: `train.py`:
+FILE = re.compile(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMANDS = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK_OF_ANY = re.compile(r"^```([\w{}]*)[^\n]*\n.*?^```", re.DOTALL | re.MULTILINE)
+# Pages whose commands are run as they are, one after the other in an empty folder; of the last, with TRL.
+TYPED = ["csv", "from-scratch", "sft-with-trl"]
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +122,106 @@ def test_the_python_of_every_page_is_python():
             compile(block, str(page), "exec", dont_inherit=True)
 
 
-@pytest.mark.parametrize("page", [page for page in OWN if BLOCK.search(page.read_text("utf-8"))], ids=lambda p: p.stem)
+def program_of(page):
+    """Return the blocks of Python that are no files, as one program."""
+    files = {text for _, text in FILE.findall(page.read_text("utf-8"))}
+    return "\n".join(block for block in BLOCK.findall(page.read_text("utf-8")) if block not in files)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in (*OWN, ROOT / "README.md") if program_of(page)], ids=lambda p: p.stem
+)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     """Blocks of a page are one program; it trains in an empty folder on the CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    program = "\n".join(BLOCK.findall(page.read_text("utf-8")))
+    program = program_of(page)
     exec(compile(program, page.name, "exec", dont_inherit=True), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in TYPED])
+def test_what_a_page_says_to_type_can_be_typed(name, tmp_path):
+    """Its files are written and its commands run in an empty folder, but for those that install."""
+    if name == "sft-with-trl":
+        pytest.importorskip("trl")
+    text = (ROOT / f"packages/tr-all/docs/how-to/{name}.md").read_text("utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for file, content in FILE.findall(text):
+        (tmp_path / file).write_text(content.replace("8000", port), "utf-8")
+    typed = [line for block in COMMANDS.findall(text) for line in block.splitlines() if not line.startswith("pip ")]
+    script = "\n".join(["set -e", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", *typed]).replace("8000", port)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=560
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    if name == "csv":
+        assert '"name": "lily"' in done.stdout
+
+
+def texts_of_sources():
+    """Return every string of the packages' sources, with … where a value goes."""
+    texts = []
+    for path in ROOT.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                pieces = [piece.value if isinstance(piece, ast.Constant) else "…" for piece in node.values]
+                texts.append("".join(pieces))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%(\.\d)?[sdrfg]", "…", node.value))
+    return texts
+
+
+def test_the_messages_of_the_page_of_symptoms_are_those_of_the_sources():
+    page = (ROOT / "packages/tr-all/docs/how-to/troubleshooting.md").read_text("utf-8")
+    quoted = re.findall(r"^> `(.+)`$", page, re.MULTILINE)
+    assert len(quoted) > 25
+    texts = texts_of_sources()
+    gone = []
+    for message in quoted:
+        words = [piece.strip() for piece in message.split("…") if piece.strip()]
+        assert max(map(len, words)) > 12, message
+        gone += [(message, piece) for piece in words if not any(piece in text for text in texts)]
+    assert gone == []
+
+
+def test_the_numbers_of_the_home_page_are_measured_ones():
+    home = (
+        (ROOT / "packages/tr-all/docs/index.md").read_text("utf-8").split("## Three numbers")[1].split("## On what")[0]
+    )
+    measured = (ROOT / "packages/tr-all/docs/performance.md").read_text("utf-8")
+    numbers = re.findall(r"\d+\.\d+", home)
+    assert len(numbers) > 8
+    assert [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", measured)] == []
+
+
+def test_the_readme_and_the_home_page_begin_with_the_same_lines():
+    pages = [path.read_text("utf-8") for path in (ROOT / "packages/tr-all/docs/index.md", ROOT / "README.md")]
+    first, again = (BLOCK.findall(page)[0] for page in pages)
+    assert first == again
+    assert len([line for line in first.splitlines() if line.strip()]) == 12
+
+
+def test_every_block_of_python_on_the_site_is_run_by_a_test(capsys):
+    """Where: here for the pages of tr-all and those about strategies, else by the tests of the package."""
+    here = {*OWN, *NOT_RUN_THERE, ROOT / "README.md"}
+    counts, run = Counter(), Counter()
+    for page in sorted({*PAGES, *ROOT.glob("packages/tr-all/examples/**/*.md"), *ROOT.glob("packages/*/bench/*.md")}):
+        text = page.read_text("utf-8")
+        kinds = Counter(kind or "plain" for kind in BLOCK_OF_ANY.findall(text))
+        counts += kinds
+        tests = [path.read_text("utf-8") for path in (*page.parents[page.parent.name == "docs"].glob("tests/*.py"),)]
+        if kinds["python"]:
+            assert page in here or any(page.name in test and "python" in test for test in tests), page
+            run["python"] += kinds["python"]
+        if page.stem in TYPED:
+            run["console"] += kinds["console"]
+    assert run["python"] == counts["python"] > 40
+    with capsys.disabled():
+        print(f"\nblocks of code: {dict(counts)}; run by tests: {dict(run)}; the others are output, or are named below")
 
 
 @pytest.mark.parametrize("page", NOT_RUN_THERE, ids=lambda page: page.stem)

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 project = "tr"
@@ -18,7 +20,8 @@ root_doc = "packages/tr-all/docs/index"
 include_patterns = [
     "packages/*/README.md", "packages/*/CHANGELOG.md", "packages/*/SECURITY.md", "packages/*/docs/**.md",
     "packages/*/bench/README.md", "packages/tr-all/examples/**README.md", "tests/*/README.md",
-    "tools/site/reference/*.rst", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md",
+    "tools/site/reference/*.rst", "tools/site/groups/*.rst", "README.md", "CONTRIBUTING.md", "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "build", "**/src", "**/node_modules"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
@@ -30,10 +33,14 @@ suppress_warnings = ["myst.header"]
 
 html_theme = "furo"
 html_title = "tr"
+html_logo = "static/logo.svg"
+html_favicon = "static/logo.svg"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_extra_path = ["extra"]
 html_copy_source = False
+html_show_search_summary = False  # a browser does not let a page on the disk read the others
 html_show_sphinx = False
 html_show_copyright = False
 html_last_updated_fmt = None
@@ -48,6 +55,7 @@ napoleon_use_ivar = True
 
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+WIDTHS = (4, 8, 14, 22, 32, 44)  # of a table's columns, in characters
 INDENTED = re.compile(r"^(\S[^\n]*[^:\n]\n\n)(?=    \S)", re.MULTILINE)
 
 
@@ -68,7 +76,29 @@ def code_of_markdown(app: Any, kind: str, name: str, item: Any, options: Any, li
     lines[:] = CODE.sub(r"``\1``\\ ", text).split("\n")
 
 
+def only_first_level(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Leave the pages of a group to its own page: the sidebar has those that the home page names."""
+    if whole := context.get("toctree"):
+        context["toctree"] = lambda **given: whole(**{**given, "maxdepth": 1})
+
+
+def size_columns(app: Any, doctree: Any, name: str) -> None:
+    """Give each column of a table a class for the width that its texts need: site.css has the widths.
+
+    A browser alone makes all columns of a wide table narrow, and so its rows high.
+    """
+    for group in doctree.findall(nodes.tgroup):
+        rows = [list(row.findall(nodes.entry)) for row in group.findall(nodes.row)]
+        for column in zip(*(row for row in rows if len(row) == group["cols"]), strict=True):
+            longest = max(len(entry.astext()) for entry in column)
+            width = next((width for width in WIDTHS if longest <= 3 * width), WIDTHS[-1])
+            for entry in column:
+                entry["classes"].append(f"wide-{width}")
+
+
 def setup(app: Any) -> None:
     """Connect the above to Sphinx."""
+    app.connect("html-page-context", only_first_level, priority=400)  # before the theme writes its sidebar
+    app.connect("doctree-resolved", size_columns)
     app.connect("source-read", link_to_pages)
     app.connect("autodoc-process-docstring", code_of_markdown, priority=400)  # before napoleon reads its sections
