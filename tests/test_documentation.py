@@ -6,7 +6,6 @@ import importlib
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from shared.commands import command
+from shared.typed_page import FILE, type_page
 
 import tr_all
 from tr_all import Seq2SeqTrainingArguments, Trainer
 from tr_dist import Loop
 
 ROOT = Path(__file__).resolve().parent.parent
+HOW_TO = ROOT / "packages/tr-all/docs/how-to"
 OWN = sorted((ROOT / "packages/tr-all/docs").rglob("*.md"))
 PAGES = [
     *OWN,
@@ -30,9 +31,6 @@ PAGES = [
 # Of the other packages' pages with Python, those whose own tests do not run it.
 NOT_RUN_THERE = [ROOT / f"packages/tr-dist/docs/{name}.md" for name in ("accelerate", "hangs", "sharding")]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# A block that is a file says so in the line before it: `train.py`:
-FILE = re.compile(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-COMMANDS = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK_OF_ANY = re.compile(r"^```([\w{}]*)[^\n]*\n.*?^```", re.DOTALL | re.MULTILINE)
 # Pages whose commands are run as they are, one after the other in an empty folder; of the last, with TRL.
 TYPED = ["csv", "from-scratch", "sft-with-trl"]
@@ -139,24 +137,10 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     exec(compile(program, page.name, "exec", dont_inherit=True), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in TYPED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TYPED if name != "sft-with-trl"])  # that one: tests/ecosystem
 def test_what_a_page_says_to_type_can_be_typed(name, tmp_path):
-    """Its files are written and its commands run in an empty folder, but for those that install."""
-    if name == "sft-with-trl":
-        pytest.importorskip("trl")
-    text = (ROOT / f"packages/tr-all/docs/how-to/{name}.md").read_text("utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for file, content in FILE.findall(text):
-        (tmp_path / file).write_text(content.replace("8000", port), "utf-8")
-    typed = [line for block in COMMANDS.findall(text) for line in block.splitlines() if not line.startswith("pip ")]
-    script = "\n".join(["set -e", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", *typed]).replace("8000", port)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=560
-    )
+    done = type_page(HOW_TO / f"{name}.md", tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     if name == "csv":
         assert '"name": "lily"' in done.stdout
@@ -255,7 +239,7 @@ def test_a_command_that_starts_processes_is_one(page, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("name", ["several-machines", pytest.param("fsdp-deepspeed", marks=pytest.mark.slow)])
 def test_the_script_of_a_page_trains_in_two_processes(name, tmp_path):
-    page = ROOT / f"packages/tr-all/docs/how-to/{name}.md"
+    page = HOW_TO / f"{name}.md"
     (tmp_path / "train.py").write_text(BLOCK.findall(page.read_text("utf-8"))[0], "utf-8")
     assert ["--nproc", "2", "train.py"] in lines_of(page)
     launch = "import sys; from tr_dist.launching.command import main; sys.exit(main(sys.argv[1:]))"
