@@ -145,7 +145,7 @@ def test_search_works_without_a_network(browser, words, page):
         ("lora", "Fine-tune with TRL and LoRA"),
         ("packing", "Packing: texts of unequal length without padding"),
         ("device-side assert", "Troubleshooting by symptom"),
-        ("torchrun", "Train on several processes and machines"),
+        ("several machines", "Train on several processes and machines"),
     ],
 )
 def test_search_finds_the_page_that_shows_how_first(browser, words, page):
