@@ -205,7 +205,7 @@ def test_every_block_of_python_on_the_site_is_run_by_a_test(capsys):
             run["console"] += kinds["console"]
     assert run["python"] == counts["python"] > 40
     with capsys.disabled():
-        print(f"\nblocks of code: {dict(counts)}; run by tests: {dict(run)}; the others are output, or are named below")
+        print(f"\nblocks of code: {dict(counts)}; run by tests: {dict(run)}; the others are output and commands")
 
 
 @pytest.mark.parametrize("page", NOT_RUN_THERE, ids=lambda page: page.stem)
