@@ -1,21 +1,16 @@
 """What the forward of a model takes and returns, and which labels are its targets."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support.models import Classifier
 from torch import nn
-from torch.nn import functional as F
 
 from tr_core.model_io import (
     accepts_count,
-    averages_over_targets,
     find_label_names,
     kept_columns,
     loss_of,
     main_input_name,
-    shifts_targets,
     to_device,
 )
 
@@ -45,124 +40,6 @@ class Causal(Pretrained):
 
 class Masked(Causal):
     function = named("ForMaskedLMLoss")
-
-
-class OwnShifted(Pretrained):
-    loss_type = "ForCausalLM"
-
-    def forward(self, ids, labels=None):
-        shift_labels = labels[..., 1:]
-        return F.cross_entropy(ids, shift_labels)
-
-
-class Own(Pretrained):
-    loss_type = "ForCausalLM"
-
-    def forward(self, ids, labels=None):
-        return F.cross_entropy(ids, labels)
-
-
-class OwnModule(Pretrained):
-    def forward(self, ids, labels=None):
-        return nn.CrossEntropyLoss()(ids, labels)
-
-
-class Unreduced(Pretrained):
-    def forward(self, ids, labels=None):
-        return F.cross_entropy(ids, labels, reduction="none").sum()
-
-
-class UnreducedModule(Pretrained):
-    def forward(self, ids, labels=None):
-        kind = "none"
-        return nn.CrossEntropyLoss(reduction=kind)(ids, labels).sum()
-
-
-class Regression(Pretrained):
-    def forward(self, ids, labels=None):
-        return F.mse_loss(ids, labels)
-
-
-class Typed(Regression):
-    loss_type = "ForCausalLM"
-
-
-class CallsParent(Causal):
-    def forward(self, ids, labels=None, **kwargs):
-        return super().forward(ids, labels, **kwargs)
-
-
-class CallsParentsOwn(OwnShifted):
-    def forward(self, ids, labels=None):
-        return super().forward(ids, labels)
-
-
-class Replaces(OwnShifted):
-    def forward(self, ids, labels=None):
-        return F.cross_entropy(ids, labels)
-
-
-class InAMethod(Pretrained):
-    def forward(self, ids, labels=None):
-        return self.compute_loss(ids, labels)
-
-    def compute_loss(self, ids, labels):
-        shift_labels = labels[..., 1:]
-        return F.nll_loss(ids, shift_labels)
-
-
-class ElsewhereThanLoss(Pretrained):
-    def forward(self, ids, labels=None):
-        return self.head(ids, labels)
-
-    def head(self, ids, labels):
-        return F.cross_entropy(ids, labels)
-
-
-class NotOfTransformers(nn.Module):
-    def forward(self, ids, labels=None):
-        shift_labels = labels[..., 1:]
-        return F.cross_entropy(ids, shift_labels)
-
-
-def encoder_decoder():
-    model = Causal()
-    model.config = SimpleNamespace(is_encoder_decoder=True)
-    return model
-
-
-def with_another_forward():
-    model = Causal()
-    model.forward = lambda ids, labels=None: F.cross_entropy(ids, labels)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "shifts", "averages"),
-    [
-        (Causal, True, False),
-        (Masked, False, False),
-        (OwnShifted, True, True),
-        (Own, False, True),
-        (OwnModule, False, True),
-        (Unreduced, False, False),
-        (UnreducedModule, False, False),
-        (Regression, False, False),
-        (Typed, True, False),
-        (CallsParent, True, False),
-        (CallsParentsOwn, True, True),
-        (Replaces, False, True),
-        (InAMethod, True, True),
-        (ElsewhereThanLoss, False, False),
-        (NotOfTransformers, False, False),
-        (encoder_decoder, False, False),
-        (with_another_forward, True, False),  # what wraps a forward may well call it
-    ],
-)
-def test_what_a_forward_calls_says_whether_labels_are_shifted_and_averaged(make, shifts, averages):
-    model = make()
-    assert shifts_targets(model) is shifts
-    assert averages_over_targets(model) is averages
 
 
 def test_which_models_get_the_count_depends_on_their_forward():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from tr_core.model_io import IGNORED_TARGET, shifts_targets
+from tr_core.model_io import IGNORED_TARGET
 
 
 class LabelSmoother:
@@ -20,19 +20,20 @@ class LabelSmoother:
 
     Args:
         epsilon: share of a target that is spread over all classes, in [0, 1).
-        model: the unwrapped model; if it predicts the next position, the targets are shifted here too.
+        model: the unwrapped model.
+        shifts: returns whether the model predicts the next position, so that the targets are shifted here too.
 
     Raises:
         ValueError: the model's problem has several labels a sample, and so no single target to smooth.
     """
 
-    def __init__(self, epsilon: float, model: nn.Module) -> None:
+    def __init__(self, epsilon: float, model: nn.Module, shifts: Callable[[], bool | None] = lambda: False) -> None:
         if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
             raise ValueError(
                 f"label_smoothing_factor={epsilon} has no meaning for problem_type='multi_label_classification'; set "
                 "it to 0, or pass compute_loss_func"
             )
-        self.epsilon, self.ignore_index, self._shifts = epsilon, IGNORED_TARGET, shifts_targets(model)
+        self.epsilon, self.ignore_index, self._shifts = epsilon, IGNORED_TARGET, shifts
 
     def __call__(
         self,
@@ -55,7 +56,7 @@ class LabelSmoother:
         if labels is None:
             raise ValueError("label_smoothing_factor needs a batch with 'labels'; this one has none")
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        if self._shifts if shift_labels is None else shift_labels:
+        if self._shifts() if shift_labels is None else shift_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         total = nn.functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]).float(),

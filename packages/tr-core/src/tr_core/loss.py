@@ -13,6 +13,9 @@ first micro-batch is computed with the count and with twice the count: half of i
 the same way it is seen whether an override of `compute_loss` that reads `current_gradient_accumulation_steps` divides
 by it. A user's declaration has priority: `loss_is_scaled_for_ga` of the Trainer.
 
+What a model of transformers takes for a target is seen in the same way: whether the first label of a row is one (a
+model that predicts the next position shifts its labels), and whether a mean is over targets or over samples.
+
 This file also holds dicts of losses from an override of `compute_loss`.
 """
 
@@ -29,7 +32,7 @@ from torch import nn
 
 from tr_core.data.sampler import MicroBatch
 from tr_core.metric_means import check_name
-from tr_core.model_io import IGNORED_TARGET, accepts_count, averages_over_targets, shifts_targets
+from tr_core.model_io import IGNORED_TARGET, accepts_count, ignores_targets
 from tr_core.protocols import Strategy
 from tr_core.signatures import takes_argument
 from tr_log.phases import EXCHANGE, phase
@@ -90,15 +93,18 @@ class LossRule:
     """Count the targets of a step, pass the count to the loss, and find out what the loss was divided by.
 
     Args:
-        model: the unwrapped model, to find out whether it takes the count and shifts its targets.
+        model: the unwrapped model, to find out whether it takes the count.
         average_tokens_across_devices: count over all ranks, not on this one only.
         declared: returns the user's declaration whether the model takes the count; None without one.
         divides_itself: the user's declaration of the attribute; None without one.
+        first_is_target: computes from a micro-batch of training whether the first label of a row is a target; None if
+            it has no target.
 
     Attributes:
         is_open: whether the losses of training were not looked at yet.
         observed: whether the losses of training are divided by the count; None if that is not known.
-        evaluated: the same of the losses of evaluations.
+        evaluated: whether the losses of evaluations are means over targets, by the count or by themselves.
+        shifts: whether the first label of a row is not a target; None if that is not known.
         was_zero: whether the last loss that was looked at was 0, and said nothing.
         divides_itself: whether the losses of training are divided by the micro-batches of their step already; None if
             that is not known, which matters only in a step of several.
@@ -114,6 +120,7 @@ class LossRule:
         average_tokens_across_devices: bool = True,
         declared: Callable[[], bool | None] = lambda: None,
         divides_itself: bool | None = None,
+        first_is_target: Callable[[Any], bool | None] = lambda inputs: None,
     ) -> None:
         self._strategy = strategy
         self._over_ranks = average_tokens_across_devices and strategy.world_size > 1
@@ -122,8 +129,9 @@ class LossRule:
         self._function_takes_count = compute_loss_func is not None and takes_argument(
             compute_loss_func, "num_items_in_batch"
         )
-        self._shifts = shifts_targets(model)
-        self._averages_over_targets = compute_loss_func is None and averages_over_targets(model)
+        has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        self.shifts: bool | None = None if ignores_targets(model) and not has_encoder else False
+        self._first_is_target = first_is_target
         self._given_division = divides_itself
         self._gave_count = self._may_look = False
         self._is_unclear = False
@@ -149,24 +157,45 @@ class LossRule:
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         """Count the targets of a step over all ranks, from host tensors; None if no batch has labels."""
-        found = [self._count_one(batch.inputs) for batch in micro_batches if batch.weight > 0]
-        if not self._expects_labels(found, over_ranks=self._over_ranks):
-            return None
-        known = [number for number in found if number is not None]
-        total = torch.full((), sum(known), dtype=torch.int64, device=self._strategy.device)
-        return self._strategy.sum(total) if self._over_ranks else total
+        self.find_shift([batch.inputs for batch in micro_batches], self._first_is_target)
+        return self._count([batch.inputs for batch in micro_batches if batch.weight > 0], over_ranks=self._over_ranks)
 
     def count_all(self, batches: Sequence[Any], *, over_ranks: bool) -> torch.Tensor | None:
         """Count the targets of batches that may be on the device, where nothing is read.
 
         None if a batch has no labels to count.
         """
-        found, over_ranks = [self.count_inputs(inputs) for inputs in batches], over_ranks and self._over_ranks
+        if over_ranks:  # of a step, not of an evaluation
+            self.find_shift(batches, self._first_is_target)
+        return self._count(batches, over_ranks=over_ranks and self._over_ranks)
+
+    def _count(self, batches: Sequence[Any], *, over_ranks: bool) -> torch.Tensor | None:
+        found = [self.count_inputs(inputs) for inputs in batches]
         if not self._expects_labels(found, over_ranks=over_ranks):
             return None
-        known = [number.to(self._strategy.device) for number in found if number is not None]
-        total = sum(known, torch.zeros((), dtype=torch.int64, device=self._strategy.device))
+        known = [number for number in found if number is not None]
+        zero = torch.zeros((), dtype=torch.int64, device=known[0].device if known else None)
+        total = sum(known, zero).to(self._strategy.device)
         return self._strategy.sum(total) if over_ranks else total
+
+    def find_shift(self, batches: Sequence[Any], first_is_target: Callable[[Any], bool | None]) -> None:
+        """Find out whether the first label of a row is a target, if that is not known. Collective.
+
+        A batch without a target does not show it: the next one is looked at.
+
+        Args:
+            batches: some of the same step.
+            first_is_target: computes it from one of them; None if it has no target.
+        """
+        if self.shifts is not None or not self._has_sequences:
+            return
+        inputs = next(filter(_is_sequences, batches), None)
+        if not all(self._strategy.gather_objects(inputs is not None)):
+            self._has_sequences = False  # until another run or evaluation, which may have other data
+            return
+        answers = set(self._strategy.gather_objects(first_is_target(inputs)))
+        if answers != {None}:
+            self.shifts = True not in answers
 
     def count_inputs(self, inputs: Any) -> torch.Tensor | None:
         """Count the targets of one batch on this rank, without leaving the device; None if it has no labels."""
@@ -177,7 +206,7 @@ class LossRule:
 
     def forget(self) -> None:
         """Look at the losses of training again: a run begins."""
-        self.is_open, self.was_zero = True, False
+        self.is_open, self.was_zero, self._has_sequences = True, False, True
         self.observed: bool | None = None
         self.divides_itself = self._given_division
 
@@ -271,34 +300,32 @@ class LossRule:
 
     def begin_evaluation(self) -> None:
         """Begin an evaluation, whose first batch is looked at if what its losses are divided by is not known."""
-        self._gave_count, self._may_look = False, not self._is_unclear
+        self._gave_count, self._may_look, self._has_sequences = False, not self._is_unclear, True
 
-    def asks_in_evaluation(self, *, is_own: bool) -> bool:
+    def asks_in_evaluation(self) -> bool:
         """Whether the loss of an evaluation batch that got the count must be looked at.
 
         With several ranks only the first batch is: all ranks have one, and their forwards may wait for each other.
-
-        Args:
-            is_own: whether `Trainer.compute_loss` computes it, so that the model's code tells what it is.
         """
         self._gave_count = True
-        is_known = self.evaluated is not None or self.observed or (is_own and self._averages_over_targets)
-        asks = self._may_look and not is_known
+        asks = self._may_look and self.evaluated is None and not self.observed
         self._may_look = self._may_look and self._strategy.world_size == 1
         return asks
 
-    def observe_evaluation(self, look: Callable[[], Pair]) -> None:
-        """Find out what the losses of evaluations are divided by."""
+    def observe_evaluation(self, look: Callable[[], Pair], is_over_targets: Callable[[], bool | None]) -> None:
+        """Find out whether the losses of evaluations are means over targets.
+
+        Args:
+            look: computes the loss of a batch with the count and with twice the count.
+            is_over_targets: computes whether a loss that does not depend on the count is such a mean.
+        """
         answer = compare([look()])
         self._is_unclear = answer == _UNCLEAR
         self._may_look = self._may_look and not self._is_unclear
-        self.evaluated = answer == _COUNTED if answer in (_COUNTED, _MEAN) else None
+        self.evaluated = {_COUNTED: lambda: True, _MEAN: is_over_targets}.get(str(answer), lambda: None)()
 
     def weighs_targets(self, takes_count: bool) -> bool | None:
         """Whether the loss of an evaluation batch is a mean over its targets, not over its samples.
-
-        It is if it is divided by the count, or if the losses of training are. It also is if the model computes the loss
-        itself and its code shows such a mean.
 
         Args:
             takes_count: whether `compute_loss` takes the count.
@@ -306,7 +333,7 @@ class LossRule:
         Returns:
             True or False; None if that cannot be seen.
         """
-        if self.evaluated or (self.is_own_loss and self._averages_over_targets):
+        if self.evaluated:
             return True
         known = self.evaluated if self.observed is None else self.observed
         return known if known is not None or self._gave_count else takes_count
@@ -329,10 +356,6 @@ class LossRule:
             raise ValueError(_some_lack_labels(ranks, self._strategy.world_size))
         return not some_lack
 
-    def _count_one(self, inputs: Any) -> int | None:
-        targets = self._targets(inputs)
-        return None if targets is None else int(targets.ne(IGNORED_TARGET).sum())
-
     def _targets(self, inputs: Any) -> torch.Tensor | None:
         if not isinstance(inputs, Mapping):
             return None
@@ -340,10 +363,16 @@ class LossRule:
         labels: Any = inputs.get("labels")
         if isinstance(shifted, torch.Tensor):
             return shifted
-        if isinstance(labels, torch.Tensor) and self._shifts:
+        if self.shifts and _is_sequences(inputs):
             # The first position of a sequence is not a target if the model predicts the next position.
-            return labels[..., 1:]
+            return inputs["labels"][..., 1:]
         return labels if isinstance(labels, torch.Tensor) else None
+
+
+def _is_sequences(inputs: Any) -> bool:
+    """Whether a batch has a label for each position of a row, from which its loss may leave out the first."""
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) and "shift_labels" not in inputs else None
+    return isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
 
 def _some_lack_labels(ranks: Sequence[int], world_size: int) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -152,7 +151,6 @@ def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
 
 
 IGNORED_TARGET = -100
-_CROSS_ENTROPIES = frozenset({"CrossEntropyLoss", "cross_entropy", "nll_loss"})
 
 
 def accepts_count(model: nn.Module) -> bool:
@@ -168,60 +166,12 @@ def accepts_count(model: nn.Module) -> bool:
     if "num_items_in_batch" in parameters:
         return True
     has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return has_kwargs and "loss_function" in dir(type(model))
+    return has_kwargs and ignores_targets(model)
 
 
-def shifts_targets(model: nn.Module) -> bool:
-    """Whether a model predicts the next position itself, so that the first label of a row is not a target.
-
-    The model's class decides, not `loss_type`: many causal models of transformers lack it, and others have it although
-    their own loss shifts nothing. The answer depends on what the code of `forward` calls. If it calls `loss_function`,
-    that function decides. If it computes its own cross entropy, the names of its variables show whether it shifts.
-    """
-    if "loss_function" not in dir(type(model)):
-        return False
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    codes = list(_codes_of_forward(model))
-    called = {name for code in codes for name in code.co_names}
-    if "loss_function" not in called and called & _CROSS_ENTROPIES:
-        return any("shift" in name for code in codes for name in code.co_varnames)
-    if "loss_function" not in called and getattr(model, "loss_type", None) is None:
-        return False
-    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
-
-
-def averages_over_targets(model: nn.Module) -> bool:
-    """Whether a model of transformers computes a plain cross entropy itself, without the count: a mean over targets.
-
-    BART, T5 and the token classifiers like BERT's do. A cross entropy that is not reduced at once may become any mean.
-    """
-    codes = list(_codes_of_forward(model)) if "loss_function" in dir(type(model)) else []
-    called = {name for code in codes for name in code.co_names}
-    reduces_later = any("none" in code.co_consts or ("none",) in code.co_consts for code in codes)
-    return "loss_function" not in called and bool(called & _CROSS_ENTROPIES) and not reduces_later
-
-
-def _codes_of_forward(model: nn.Module) -> Iterator[CodeType]:
-    """Yield the code of `forward`, then that of each parent class as long as one calls the next."""
-    own = [model.forward] if "forward" in vars(model) else []
-    for forward in [*own, *(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))]:
-        code = _code_of(forward)
-        if code is None:
-            return
-        yield code
-        for name in code.co_names:  # the model's own method that computes the loss
-            helper = getattr(type(model), name, None) if "loss" in name and name != "loss_function" else None
-            helper_code = _code_of(helper) if callable(helper) else None
-            if helper_code is not None:
-                yield helper_code
-        if "super" not in code.co_names and forward not in own:
-            return
-
-
-def _code_of(function: Any) -> CodeType | None:
-    unwrapped = inspect.unwrap(function)
-    return getattr(getattr(unwrapped, "__func__", unwrapped), "__code__", None)
+def ignores_targets(model: nn.Module) -> bool:
+    """Whether a model leaves labels of -100 out of its loss: all with a `loss_function`, those of transformers, do."""
+    return "loss_function" in dir(type(model))
 
 
 class FlopCounter:

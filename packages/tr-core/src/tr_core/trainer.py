@@ -475,7 +475,7 @@ class Trainer(TransformersAttributes):
             # As in the reference, what is not a function says that an override divides its loss.
             self.loss_function = self.compute_loss_func if is_function else None
             if args.label_smoothing_factor and self.compute_loss_func is None:
-                self.loss_function = LabelSmoother(args.label_smoothing_factor, inner)
+                self.loss_function = LabelSmoother(args.label_smoothing_factor, inner, lambda: self.loss_rule.shifts)
             self.loss_rule = LossRule(
                 inner,
                 self.loss_function,
@@ -483,6 +483,9 @@ class Trainer(TransformersAttributes):
                 average_tokens_across_devices=averages,
                 declared=self.declared_loss_kwargs,
                 divides_itself=None if is_function else True,
+                first_is_target=lambda inputs: loss_look.first_is_target(
+                    self, self.model_wrapped, inputs, self.loss_context
+                ),
             )
             self._loss_made_of = made_of
         # Overrides from before `num_items_in_batch` keep working.
@@ -1153,18 +1156,21 @@ class Trainer(TransformersAttributes):
 
     def loss_and_outputs(self, model: nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
+        rule = self.loss_rule
+        if rule.counts:
+            rule.find_shift([inputs], lambda given: loss_look.first_is_target(self, model, given, nullcontext))
         if self.counts_by_override:
             count = self._get_num_items_in_batch([inputs], self.strategy.device)
             count = None if count is None else torch.as_tensor(count, device=self.strategy.device)
         else:
-            count = self.loss_rule.count_inputs(inputs) if self.loss_rule.counts else None
+            count = rule.count_inputs(inputs) if rule.counts else None
         count_argument: dict[str, Any] = {"num_items_in_batch": count} if self._loss_takes_count else {}
-        if count_argument and count is not None and self.is_in_evaluation:
+        if count_argument and count is not None and self.is_in_evaluation and rule.asks_in_evaluation():
             given = count
-            if self.loss_rule.asks_in_evaluation(is_own=not self.overrides("compute_loss")):
-                self.loss_rule.observe_evaluation(
-                    lambda: loss_look.losses_with(self, model, inputs, given, nullcontext)
-                )
+            rule.observe_evaluation(
+                lambda: loss_look.losses_with(self, model, inputs, given, nullcontext),
+                lambda: loss_look.is_mean_over_targets(self, model, inputs, given),
+            )
         self.loss_rule.is_own_loss = False
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count_argument)
         parts: dict[str, torch.Tensor] = {}

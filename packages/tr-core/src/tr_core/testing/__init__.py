@@ -9,7 +9,6 @@ from tr_core.checkpoint.settings import fingerprint
 from tr_core.compat.refused_hooks import REFUSED
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.label_smoothing import LabelSmoother
-from tr_core.model_io import shifts_targets
 from tr_core.optim.optimizers import optimizer_names
 from tr_core.preemption.signals import Interrupted
 from tr_core.random_state import RandomState
@@ -46,5 +45,4 @@ __all__ = [
     "refused_hooks",
     "set_clock",
     "set_loss_scaler",
-    "shifts_targets",
 ]
