@@ -91,6 +91,22 @@ def test_ignored_outputs_are_left_out_the_same(tmp_path, ignored):
     assert_same_prediction(*predictions_of(outcomes, data.sentences(5), ignore_keys=ignored))
 
 
+@pytest.mark.parametrize("side", [REFERENCE, OURS], ids=["reference", "ours"])
+def test_hidden_states_come_once_where_a_model_collects_them_by_hooks_of_its_first_forward(tmp_path, side):
+    seen = []
+
+    def note(outputs, labels, num_items_in_batch=None):
+        seen.append(len(outputs["hidden_states"]))
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    arguments = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    scenario = Scenario(models.bert_with_hidden_states, arguments=arguments, options={"compute_loss_func": note})
+    outcome = build(side, scenario, tmp_path / side.name)
+    outcome.trainer.train_dataset = data.sentences(8)
+    outcome.trainer.train()
+    assert set(seen) == {2}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -133,7 +133,7 @@ class LossRule:
         self.shifts: bool | None = None if ignores_targets(model) and not has_encoder else False
         self._first_is_target = first_is_target
         self._given_division = divides_itself
-        self._gave_count = self._may_look = False
+        self._gave_count = self._may_look = self._may_find = False
         self._is_unclear = False
         self.evaluated: bool | None = None
         self.is_own_loss = False
@@ -301,6 +301,13 @@ class LossRule:
     def begin_evaluation(self) -> None:
         """Begin an evaluation, whose first batch is looked at if what its losses are divided by is not known."""
         self._gave_count, self._may_look, self._has_sequences = False, not self._is_unclear, True
+        self._may_find = True
+
+    def find_shift_in_evaluation(self, inputs: Any, first_is_target: Callable[[Any], bool | None]) -> None:
+        """Do the same with a batch of an evaluation: with several ranks with the first alone, which all ranks have."""
+        if self._may_find or self._strategy.world_size == 1:
+            self.find_shift([inputs], first_is_target)
+        self._may_find = False
 
     def asks_in_evaluation(self) -> bool:
         """Whether the loss of an evaluation batch that got the count must be looked at.

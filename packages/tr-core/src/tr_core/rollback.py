@@ -98,6 +98,8 @@ class Rollback:
         for buffer in filter(_is_plain, module.buffers(recurse=False)):
             self._add_tensor(buffer)
         self._add(module._buffers, depth)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            self._undo.append(functools.partial(_remove_added, hooks, set(hooks)))
         if not {_root_name(kind) for kind in type(module).__mro__} <= _STATE_OWNERS:
             self._undo.append(functools.partial(_refill, own, dict(own)))
             for name in own.keys() - _PARTS_OF_MODULES:
@@ -141,6 +143,13 @@ def _refill(container: Any, copied: Any) -> None:
         (container.update if isinstance(container, set) else container.extend)(copied)
 
 
+def _remove_added(hooks: dict[int, Any], before: set[int]) -> None:
+    """Remove hooks that a forward added: models of transformers do in their first, and note that they have them."""
+    for number in hooks.keys() - before:
+        if _owner(hooks[number]) not in _STATE_OWNERS:
+            del hooks[number]
+
+
 @contextmanager
 def without_own_hooks(model: nn.Module) -> Iterator[None]:
     """Leave out a user's forward hooks in the block; those of libraries are parts of the forward pass."""
@@ -158,9 +167,13 @@ def without_own_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def _is_of_library(hook: Any) -> bool:
+    return _owner(hook) in _HOOK_OWNERS
+
+
+def _owner(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return _root_name(getattr(hook, "__func__", hook)) in _HOOK_OWNERS
+    return _root_name(getattr(hook, "__func__", hook))
 
 
 def _root_name(thing: Any) -> str:

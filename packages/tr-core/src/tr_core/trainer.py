@@ -1158,7 +1158,9 @@ class Trainer(TransformersAttributes):
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
         rule = self.loss_rule
         if rule.counts:
-            rule.find_shift([inputs], lambda given: loss_look.first_is_target(self, model, given, nullcontext))
+            rule.find_shift_in_evaluation(
+                inputs, lambda given: loss_look.first_is_target(self, model, given, nullcontext)
+            )
         if self.counts_by_override:
             count = self._get_num_items_in_batch([inputs], self.strategy.device)
             count = None if count is None else torch.as_tensor(count, device=self.strategy.device)
