@@ -532,6 +532,27 @@ def test_a_part_that_is_a_script_keeps_its_buffers(make_trainer):
     assert model.norm.num_batches_tracked == 4
 
 
+def test_a_hook_that_a_model_adds_in_its_first_forward_is_there_once(make_trainer):
+    """As models of transformers do that collect hidden states, and note it in an attribute."""
+
+    class Collects(CountedSum):
+        has_hook, collected = False, []
+
+        def forward(self, x, labels=None, num_items_in_batch=None):
+            if not self.has_hook:
+                self.layers[0].register_forward_hook(lambda module, args, output: self.collected.append(output))
+                self.has_hook = True
+            self.collected.clear()
+            outputs = super().forward(x, labels, num_items_in_batch)
+            counts.append(len(self.collected))
+            return outputs
+
+    counts, model = [], Collects()
+    build(make_trainer, model=model).train()
+    assert model.has_hook
+    assert set(counts) == {1}
+
+
 def test_hooks_of_torch_stay_while_a_loss_is_looked_at(make_trainer):
     model = CountedSum()
     prune.l1_unstructured(model.layers[0], "weight", 0.5)
