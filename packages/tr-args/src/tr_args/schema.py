@@ -112,6 +112,7 @@ def facts(cls: type, fact: Fact) -> tuple[str, ...]:
     return tuple(name for name, spec in schema(cls).items() if fact in spec.facts)
 
 
+@functools.cache
 def facts_of_kind(cls: type, kind: type[FactKind]) -> dict[str, FactKind]:
     """Return the facts of one kind by the names of the fields that state one, in order."""
     stated = ((name, fact) for name, spec in schema(cls).items() for fact in spec.facts)

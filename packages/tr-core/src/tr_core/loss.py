@@ -174,8 +174,9 @@ class LossRule:
         if not self._expects_labels(found, over_ranks=over_ranks):
             return None
         known = [number for number in found if number is not None]
-        zero = torch.zeros((), dtype=torch.int64, device=known[0].device if known else None)
-        total = sum(known, zero).to(self._strategy.device)
+        total = sum(known, torch.zeros((), dtype=torch.int64, device=known[0].device if known else None))
+        if total.device.type == "cpu":  # a copy to the device would be waited for
+            total = torch.full((), int(total), dtype=torch.int64, device=self._strategy.device)
         return self._strategy.sum(total) if over_ranks else total
 
     def find_shift(self, batches: Sequence[Any], first_is_target: Callable[[Any], bool | None]) -> None:

@@ -1168,10 +1168,10 @@ class Trainer(TransformersAttributes):
             count = rule.count_inputs(inputs) if rule.counts else None
         count_argument: dict[str, Any] = {"num_items_in_batch": count} if self._loss_takes_count else {}
         if count_argument and count is not None and self.is_in_evaluation and rule.asks_in_evaluation():
-            given = count
+            given, is_own = count, self.loss_function is None and not self.overrides("compute_loss")
             rule.observe_evaluation(
                 lambda: loss_look.losses_with(self, model, inputs, given, nullcontext),
-                lambda: loss_look.is_mean_over_targets(self, model, inputs, given),
+                lambda: is_own and loss_look.is_mean_over_targets(self, model, inputs, given),
             )
         self.loss_rule.is_own_loss = False
         loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **count_argument)
