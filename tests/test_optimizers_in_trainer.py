@@ -206,6 +206,7 @@ def train_all(folder, settings, saves):
     return ends
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_from_steps_before_and_with_a_new_basis(tmp_path):
     ranks = run_ranks(train_all, 2, str(tmp_path / "ranks"), IN_BACKWARD, True, timeout_s=200)
     for number, setting in enumerate(IN_BACKWARD):

@@ -156,6 +156,7 @@ def test_an_accelerator_of_one_process_trains_with_the_bits_of_a_single_device(t
     assert_same_bits(train_with("alone", str(tmp_path / "2"), TWO), single)
 
 
+@pytest.mark.slow
 @pytest.mark.row("resume")
 @pytest.mark.parametrize("kind", ["replicas", "bf16", "units", "units, bf16", "whole", "scaled"])
 def test_a_run_with_an_accelerator_resumes_bit_for_bit(tmp_path, kind):

@@ -13,6 +13,7 @@ from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # said by peft's own
 ]

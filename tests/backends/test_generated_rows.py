@@ -33,7 +33,10 @@ WAYS = {
     "beams to the end": {"num_beams": 2, **ENDLESS},
 }
 # PEFT asks models of transformers by a name that is to go.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
 # A model that goes on from its prompts has these ends in other places on each rank.
 WAYS_OF = {
     "t5": ("greedy", "three beams", "beams that end early"),

@@ -54,6 +54,7 @@ def generate(folder, options):
     return before, after
 
 
+@pytest.mark.slow
 @pytest.mark.row("generation")
 def test_ranks_generate_what_one_process_does(tmp_path, variant):
     backend = VARIANTS[variant]

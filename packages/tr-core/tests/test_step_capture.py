@@ -646,6 +646,7 @@ def test_an_argument_of_this_name_cannot_change_after_construction(make_trainer)
 # Compiled
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_compiler")
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["float32", "bfloat16"])
 def test_compiled_steps_are_close_to_ordinary_ones(both, caplog, options):
