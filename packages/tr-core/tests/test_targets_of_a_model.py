@@ -1,6 +1,7 @@
 """Which labels of a model of transformers are its targets, and what its loss is a mean over, is seen in the loss."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -127,6 +128,27 @@ def test_the_count_of_a_step_is_that_of_the_targets_of_its_loss(make_trainer, ki
     counts, labels = counts_of(make_trainer, kind())
     first = 1 if kind in SHIFTS else 0
     assert counts == [int(given[:, first:].ne(-100).sum()) for given in labels]
+
+
+def test_a_loss_that_cannot_be_looked_at_is_said_and_counts_all_labels(make_trainer, caplog):
+    with caplog.at_level(logging.WARNING, "tr_core.trainer"):  # whatever level an earlier Trainer has set
+        counts_of(make_trainer, RefusesOthers())
+    said = [record.getMessage() for record in caplog.records if "cannot be seen" in record.getMessage()]
+    assert len(said) == 1
+    assert "RuntimeError('a row without a target'); override _get_num_items_in_batch if it is none" in said[0]
+
+
+def test_memory_that_runs_out_while_looking_is_found_by_the_search_for_a_batch_size(make_trainer):
+    class Large(Shifts):
+        def forward(self, input_ids, labels=None, num_items_in_batch=None):
+            if len(input_ids) > 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(input_ids, labels, num_items_in_batch)
+
+    trainer = build(make_trainer, Large(), auto_find_batch_size=True)
+    trainer.train()
+    assert trainer.loss_rule.shifts is True
+    assert trainer.state.train_batch_size == 1
 
 
 def test_a_step_without_a_target_leaves_it_to_the_next(make_trainer):

@@ -18,6 +18,7 @@ from tr_core.loss import ZERO_WITH_GRADIENTS, Pair, split_loss
 from tr_core.model_io import IGNORED_TARGET, ignores_targets, local_shard, loss_of, to_device
 from tr_core.optim.fused_backward import kind
 from tr_core.rollback import Rollback, without_own_hooks
+from tr_core.runtime.memory import free_memory, is_out_of_memory
 from tr_core.trainer_methods import TrainerMethods
 from tr_log import get_logger
 
@@ -96,7 +97,7 @@ def losses_with(
 
 
 def first_is_target(methods: TrainerMethods, model: nn.Module, inputs: Any, context: Callable[[], Any]) -> bool | None:
-    """Whether the loss takes the first label of a row for a target; None if the micro-batch has no target. Sync.
+    """Whether the loss takes the first label of a row for a target; None if a micro-batch cannot show it. Sync.
 
     Where a model predicts the next position, the loss of first labels alone is that of no labels: an auxiliary loss,
     0, or NaN for a mean.
@@ -113,8 +114,15 @@ def first_is_target(methods: TrainerMethods, model: nn.Module, inputs: Any, cont
     compute = functools.partial(_own_loss, methods) if isinstance(methods.loss_function, LabelSmoother) else None
     try:
         (alone, empty), _ = _losses(methods, model, inputs, variants, context, compute)
-    except Exception as error:  # a step says what is wrong with the micro-batch
-        logger.debug("the loss of first labels cannot be computed: %r", error)
+    except Exception as error:
+        if is_out_of_memory(error):  # so will the step, which needs more, and the next smaller batch is looked at
+            free_memory(error, methods.strategy.device)
+            return None
+        logger.warning(
+            "whether the first label of a row is a target cannot be seen, so it counts as one: the loss with all other "
+            "labels -100 failed with %r; override _get_num_items_in_batch if it is none",
+            error,
+        )
         return True
     return not (alone == empty or (math.isnan(alone) and math.isnan(empty)) or math.isclose(alone, empty, rel_tol=1e-4))
 
