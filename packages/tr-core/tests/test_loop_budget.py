@@ -104,15 +104,15 @@ def test_steps_between_logs_read_nothing_from_the_device(
         def on_step_end(self, args, state, control, **kwargs):
             reads_at_step_end.append(len(read_counter.reads))
 
-    count_one = LossRule._count_one
+    count = LossRule.count
 
-    def on_the_host(self, inputs):
+    def on_the_host(self, micro_batches):
         before = len(read_counter.reads)
-        result = count_one(self, inputs)  # of batches that have not been moved to the device yet
+        result = count(self, micro_batches)  # of batches that have not been moved to the device yet
         del read_counter.reads[before:]
         return result
 
-    monkeypatch.setattr(LossRule, "_count_one", on_the_host)
+    monkeypatch.setattr(LossRule, "count", on_the_host)
     trainer = make_trainer(
         80,
         model=CountsTokens(model) if counts else model,

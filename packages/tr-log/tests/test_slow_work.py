@@ -26,6 +26,31 @@ def test_ranks_hear_of_each_other_until_all_are_done():
     assert True not in heard[:3]
 
 
+def test_a_watch_sees_who_works_how_far_it_is_and_what_was_before(monkeypatch):
+    seen, done = [], threading.Event()
+    monkeypatch.setattr(slow_work, "measure", lambda: {"group": 7})
+
+    def work():
+        slow_work.advance()
+        return done.wait(60)
+
+    def exchange(value):
+        now = slow_work.current
+        seen.append((now.before, now.thread is not None, now.operations))
+        if len(seen) == 3:
+            done.set()
+        return [value, "theirs"]
+
+    assert slow_work.current is None
+    slow_work.apart(exchange, work)
+    assert slow_work.current is None
+    assert seen[0] == ({"group": 7}, True, ())
+    (first, other), (second, _) = seen[1][2], seen[2][2]
+    assert other is None
+    assert first == second
+    assert seen[-1][:2] == ({"group": 7}, False)
+
+
 def test_work_that_is_given_up_has_ended_when_the_error_goes_on():
     ended, given_up = [], threading.Event()
 

@@ -151,6 +151,7 @@ PLACES: dict[str, tuple[str, Callable[[Plant], object]]] = {
     "exception": ("forward", fail),
     "exception in a callback": ("callback", fail),
     "early end": ("", int),
+    "slow disk": ("", int),
 }
 ON_ALL = ("skipped exchange", "other order")
 
@@ -170,6 +171,8 @@ def train(options: argparse.Namespace, plant: Plant) -> None:
     def reach(name: str, operation: Any, arguments: tuple[Any, ...]) -> Any:
         if name == "write":
             plant.reach("write")
+        if plant.name == "slow disk" and plant.is_here:
+            time.sleep(SLOW_S)
         return operation(*arguments)
 
     sharded = {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}}
@@ -178,7 +181,7 @@ def train(options: argparse.Namespace, plant: Plant) -> None:
         "per_device_train_batch_size": 2,
         "max_steps": 8,
         "logging_steps": 4,
-        "save_strategy": "steps" if plant.name in ("full disk", "sleep in saving") else "no",
+        "save_strategy": "steps" if plant.name in ("full disk", "sleep in saving", "slow disk") else "no",
         "save_steps": AT_STEP,
         "eval_strategy": "steps" if plant.name in ("sleep in evaluating", "nothing") else "no",
         "eval_steps": AT_STEP,
@@ -207,6 +210,7 @@ def train(options: argparse.Namespace, plant: Plant) -> None:
 
 
 STEP_S = 0.5  # so that each rank writes a note in each step
+SLOW_S = 0.1  # each operation of a slow disk
 PAUSE_S = float(os.environ.get("HANG_RUN_PAUSE_S", "0"))
 
 

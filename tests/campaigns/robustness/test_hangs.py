@@ -139,6 +139,16 @@ def test_who_hangs_or_fails_where_and_for_whom_is_said_and_all_end(ranks, tmp_pa
         assert "--- rank 0" in file.read_text()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_disk_that_goes_on_is_no_hang_however_slow_it_is(ranks, tmp_path, strategy):
+    began_s = time.monotonic()
+    options = [tmp_path, "slow disk", "--strategy", strategy, "--rank", 0, "--arguments", '{"hang_timeout": 2}']
+    ends = ranks.run(2, options, tmp_path / "job", LIMIT_S)
+    assert [end.code for end in ends] == [0, 0], ends[0].said
+    assert time.monotonic() - began_s > 4
+    assert not list((tmp_path / "run").glob("hang-*"))
+
+
 def test_an_evaluation_that_goes_on_is_no_hang_however_long_it_takes(ranks, tmp_path, monkeypatch):
     began_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:

@@ -25,6 +25,7 @@ from typing import TypeVar
 from tr_ckpt import reads
 from tr_ckpt.errors import CheckpointError, SaveError, UnreadableError
 from tr_ckpt.reads import BLOCK_BYTES
+from tr_log import slow_work
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ def write(descriptor: int, data: memoryview) -> None:
     """Write all of `data`."""
     while data:
         data = data[os.write(descriptor, data) :]
+        slow_work.advance()
 
 
 def sync(descriptor: int, path: Path) -> None:
@@ -186,6 +188,7 @@ def sync(descriptor: int, path: Path) -> None:
     except OSError as error:
         if not is_sync_unsupported(error, path):
             raise
+    slow_work.advance()
 
 
 def sync_folder(path: Path) -> None:

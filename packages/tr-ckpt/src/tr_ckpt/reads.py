@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from tr_ckpt.errors import UnreadableError
+from tr_log import slow_work
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +280,7 @@ class CheckpointFile(io.RawIOBase):
         return self._descriptor
 
     def _read(self, size: int) -> bytes:
+        slow_work.advance()
         try:
             descriptor = self._open()
             os.lseek(descriptor, self._position, os.SEEK_SET)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from contextvars import copy_context
-from enum import Enum
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -17,10 +17,42 @@ T = TypeVar("T")
 HEAR_EVERY_S = 1.0
 
 
-class _Busy(Enum):
-    """The answer of a rank that is not done."""
+class _Busy(NamedTuple):
+    """The answer of a rank that is not done, with the operations that it has done."""
 
-    WORKS = 1
+    operations: int
+
+
+@dataclass
+class Wait:
+    """Ranks that wait for each other's work in their main threads, as a watch for hangs sees it.
+
+    Attributes:
+        before: what `measure` returned when the wait began: that they hear of each other is no progress.
+        thread: number of the thread that does this rank's work; None once it is done.
+        operations: those that each rank has done, as of when they last heard of each other.
+    """
+
+    before: Any
+    thread: int | None = None
+    operations: tuple[int | None, ...] = ()
+
+
+current: Wait | None = None
+
+
+def measure() -> Any:
+    """Return how many exchanges this process has begun; who watches it puts a function of its own here."""
+    return None
+
+
+_operations = 0
+
+
+def advance() -> None:
+    """Count an operation of slow work: it goes on, however slowly."""
+    global _operations
+    _operations += 1
 
 
 def apart(
@@ -37,18 +69,33 @@ def apart(
         give_up: if the wait ends by an exception, as Ctrl-C, it is called, and the end of `work` is waited for: what
             follows may remove what `work` still writes to. None does not wait.
     """
-    future = in_thread(work)
+    global current
+    waiting, outer = Wait(measure()), current
+    is_main = threading.current_thread() is threading.main_thread()
+    current = waiting if is_main else outer
+
+    def noted() -> Any:
+        waiting.thread = threading.get_ident()
+        try:
+            return work()
+        finally:
+            waiting.thread = None
+
+    future = in_thread(noted)
     try:
         while True:
             done = bool(wait([future], HEAR_EVERY_S).done)
-            answers = exchange(future.result() if done else _Busy.WORKS)
-            if not any(answer is _Busy.WORKS for answer in answers):
+            answers = exchange(future.result() if done else _Busy(_operations))
+            if not any(isinstance(answer, _Busy) for answer in answers):
                 return answers
+            waiting.operations = tuple(each.operations if isinstance(each, _Busy) else None for each in answers)
     except BaseException:
         if give_up is not None:
             give_up()
             wait([future])
         raise
+    finally:
+        current = outer if is_main else current
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

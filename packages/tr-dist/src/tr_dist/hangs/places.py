@@ -10,13 +10,15 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tr_log import slow_work
 
 _LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _INSTALLED = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
@@ -74,8 +76,13 @@ def place_of(frame: FrameType | None) -> Place:
 
 
 def own_place() -> Place:
-    """Return where the main thread of this process is."""
-    return place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    """Return where the main thread of this process is, or the thread that works for it while ranks wait."""
+    frames, waiting = sys._current_frames(), slow_work.current
+    thread = None if waiting is None else waiting.thread
+    if thread in frames:
+        return replace(place_of(frames[thread]), exchange="")
+    place = place_of(frames.get(threading.main_thread().ident or 0))
+    return place if waiting is None else replace(place, exchange="gather_objects")
 
 
 def own_stacks() -> str:

@@ -28,6 +28,7 @@ from tr_dist.hangs import HANG_EXIT_CODE
 from tr_dist.hangs.findings import ELSEWHERE, GONE, Finding, Limits, Standing, Table, describe, judge, line, waits_for
 from tr_dist.hangs.notes import Board, Link, Note
 from tr_dist.hangs.places import child_numbers, exchange_counts, machine, own_place, own_stacks, process_state
+from tr_log import slow_work
 from tr_log.line_file import create_unique
 from tr_log.streams import flush_streams, write_text
 
@@ -102,7 +103,7 @@ class HangWatch:
             gather: returns the value of every rank, in rank order.
             more: returns how many exchanges this rank has started outside of torch's groups.
         """
-        self._more = more
+        self._more, slow_work.measure = more, self._counts
         store = _store_itself()
         name = f"tr-hangs-{gather(secrets.token_hex(8))[0]}"
         file = getattr(store, "path", None)  # ranks that meet through a file can share another beside it
@@ -239,10 +240,9 @@ class HangWatch:
         if self._progress is not None:
             with contextlib.suppress(Exception):  # code of a loop that begins or ends
                 step, phase, position = self._progress()
-        place, counts = own_place(), exchange_counts()
-        if self._more is not None:
-            counts["of a machine"] = self._more()
-        progress = (step, phase, position, counts)
+        waiting = slow_work.current
+        place, counts = own_place(), self._counts() if waiting is None else waiting.before
+        progress = (step, phase, position, counts, None if waiting is None else waiting.operations)
         if progress != self._moved[0]:
             self._moved = (progress, now_s)
         return replace(
@@ -257,6 +257,9 @@ class HangWatch:
             is_debugged=place.is_debugged,
             children=child_numbers(),
         )
+
+    def _counts(self) -> dict[str, int]:
+        return exchange_counts() | ({} if self._more is None else {"of a machine": self._more()})
 
     def _act(self, board: Board, finding: Finding | None, ranks: list[Standing]) -> None:
         if finding is None:
