@@ -15,31 +15,14 @@ from tr_core.model_io import (
 )
 
 
-def named(name):
-    def function(logits, labels, **kwargs): ...
-
-    function.__name__ = name
-    return staticmethod(function)
-
-
 class Pretrained(nn.Module):
-    """What transformers gives every model: a loss function, chosen by what is read from its class."""
+    """What transformers gives every model: a loss function."""
 
-    loss_type = None
-    function = named("ForCausalLMLoss")
-
-    @property
-    def loss_function(self):
-        return self.function
+    loss_function = property(lambda self: None)
 
 
 class Causal(Pretrained):
-    def forward(self, ids, labels=None, **kwargs):
-        return self.loss_function(ids, labels, **kwargs)
-
-
-class Masked(Causal):
-    function = named("ForMaskedLMLoss")
+    def forward(self, ids, labels=None, **kwargs): ...
 
 
 def test_which_models_get_the_count_depends_on_their_forward():

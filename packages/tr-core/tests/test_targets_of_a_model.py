@@ -151,7 +151,16 @@ def test_memory_that_runs_out_while_looking_is_found_by_the_search_for_a_batch_s
     assert trainer.state.train_batch_size == 1
 
 
-def test_a_step_without_a_target_leaves_it_to_the_next(make_trainer):
+def test_a_step_without_a_target_shows_it_too(make_trainer):
+    """Ranks make the same forwards, whatever labels each has: their forwards may wait for each other."""
+    model, data = Shifts(), rows(2, first=2)
+    trainer = build(make_trainer, model, data)
+    batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
+    assert int(trainer._get_num_items_in_batch([batch], torch.device("cpu"))) == 0
+    assert trainer.loss_rule.shifts is True
+
+
+def test_a_step_without_a_target_has_a_count_of_0(make_trainer):
     data = rows(6, first=2)
     counts, labels = counts_of(make_trainer, Shifts(), data, train_sampling_strategy="sequential")
     assert counts == [int(given[:, 1:].ne(-100).sum()) for given in labels]
@@ -204,6 +213,15 @@ def test_smoothed_labels_are_shifted_where_the_model_shifts_its_own(make_trainer
         assert found == pytest.approx(wanted.item(), rel=1e-6)
 
 
+def test_a_step_of_prediction_outside_an_evaluation_asks_no_other_rank(make_trainer):
+    trainer = build(make_trainer, Shifts())
+    batch = {name: torch.stack([row[name] for row in rows(2)]) for name in ("input_ids", "labels")}
+    trainer.loss_rule._strategy = OfTwo()  # whose other rank answers nothing
+    loss, _, _ = trainer.prediction_step(trainer.model.eval(), batch, prediction_loss_only=True)
+    logits = trainer.model.words(batch["input_ids"])[:, :-1]
+    assert loss.item() == pytest.approx(F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()).item())
+
+
 def test_labels_that_are_not_those_of_positions_are_not_looked_at(make_trainer):
     class OfRows(Base):
         loss_function = property(lambda self: None)
@@ -244,6 +262,6 @@ class OfTwo(SingleDevice):
 def test_ranks_agree_on_what_any_of_them_saw(own, others, shifts):
     rule = LossRule(Shifts(), None, OfTwo(*others))
     batch = {"labels": torch.zeros(1, 2, dtype=torch.long)}
-    rule.find_shift([batch], lambda inputs: own)
+    rule.find_shift([batch], lambda inputs: own, over_ranks=True)
     assert rule.shifts is shifts
     assert not rule._strategy.others

@@ -98,7 +98,7 @@ class LossRule:
         declared: returns the user's declaration whether the model takes the count; None without one.
         divides_itself: the user's declaration of the attribute; None without one.
         first_is_target: computes from a micro-batch of training whether the first label of a row is a target; None if
-            it has no target.
+            that cannot be computed now.
 
     Attributes:
         is_open: whether the losses of training were not looked at yet.
@@ -133,7 +133,7 @@ class LossRule:
         self.shifts: bool | None = None if ignores_targets(model) and not has_encoder else False
         self._first_is_target = first_is_target
         self._given_division = divides_itself
-        self._gave_count = self._may_look = self._may_find = False
+        self._gave_count = self._may_look = False
         self._is_unclear = False
         self.evaluated: bool | None = None
         self.is_own_loss = False
@@ -157,7 +157,7 @@ class LossRule:
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
         """Count the targets of a step over all ranks, from host tensors; None if no batch has labels."""
-        self.find_shift([batch.inputs for batch in micro_batches], self._first_is_target)
+        self.find_shift([batch.inputs for batch in micro_batches], self._first_is_target, over_ranks=True)
         return self._count([batch.inputs for batch in micro_batches if batch.weight > 0], over_ranks=self._over_ranks)
 
     def count_all(self, batches: Sequence[Any], *, over_ranks: bool) -> torch.Tensor | None:
@@ -166,7 +166,7 @@ class LossRule:
         None if a batch has no labels to count.
         """
         if over_ranks:  # of a step, not of an evaluation
-            self.find_shift(batches, self._first_is_target)
+            self.find_shift(batches, self._first_is_target, over_ranks=True)
         return self._count(batches, over_ranks=over_ranks and self._over_ranks)
 
     def _count(self, batches: Sequence[Any], *, over_ranks: bool) -> torch.Tensor | None:
@@ -179,22 +179,24 @@ class LossRule:
             total = torch.full((), int(total), dtype=torch.int64, device=self._strategy.device)
         return self._strategy.sum(total) if over_ranks else total
 
-    def find_shift(self, batches: Sequence[Any], first_is_target: Callable[[Any], bool | None]) -> None:
-        """Find out whether the first label of a row is a target, if that is not known. Collective.
-
-        A batch without a target does not show it: the next one is looked at.
+    def find_shift(
+        self, batches: Sequence[Any], first_is_target: Callable[[Any], bool | None], *, over_ranks: bool
+    ) -> None:
+        """Find out whether the first label of a row is a target, if that is not known.
 
         Args:
             batches: some of the same step.
-            first_is_target: computes it from one of them; None if it has no target.
+            first_is_target: computes it from one of them, by forwards that ranks make together; None if it cannot now.
+            over_ranks: agree on it with the other ranks. Collective.
         """
         if self.shifts is not None or not self._has_sequences:
             return
+        gather = self._strategy.gather_objects if over_ranks else lambda value: [value]
         inputs = next(filter(_is_sequences, batches), None)
-        if not all(self._strategy.gather_objects(inputs is not None)):
+        if not all(gather(inputs is not None)):
             self._has_sequences = False  # until another run or evaluation, which may have other data
             return
-        answers = set(self._strategy.gather_objects(first_is_target(inputs)))
+        answers = set(gather(first_is_target(inputs)))
         if answers != {None}:
             self.shifts = True not in answers
 
@@ -302,13 +304,6 @@ class LossRule:
     def begin_evaluation(self) -> None:
         """Begin an evaluation, whose first batch is looked at if what its losses are divided by is not known."""
         self._gave_count, self._may_look, self._has_sequences = False, not self._is_unclear, True
-        self._may_find = True
-
-    def find_shift_in_evaluation(self, inputs: Any, first_is_target: Callable[[Any], bool | None]) -> None:
-        """Do the same with a batch of an evaluation: with several ranks with the first alone, which all ranks have."""
-        if self._may_find or self._strategy.world_size == 1:
-            self.find_shift([inputs], first_is_target)
-        self._may_find = False
 
     def asks_in_evaluation(self) -> bool:
         """Whether the loss of an evaluation batch that got the count must be looked at.

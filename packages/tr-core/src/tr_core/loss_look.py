@@ -97,17 +97,15 @@ def losses_with(
 
 
 def first_is_target(methods: TrainerMethods, model: nn.Module, inputs: Any, context: Callable[[], Any]) -> bool | None:
-    """Whether the loss takes the first label of a row for a target; None if a micro-batch cannot show it. Sync.
+    """Whether the loss takes the first label of a row for a target; None where memory does not suffice. Sync.
 
     Where a model predicts the next position, the loss of first labels alone is that of no labels: an auxiliary loss,
-    0, or NaN for a mean.
+    0, or NaN for a mean. Any micro-batch shows it, whatever its labels are: all ranks make the same forwards.
     """
     labels = inputs["labels"]
-    if not bool((labels != IGNORED_TARGET).any()):
-        return None
     none = torch.full_like(labels, IGNORED_TARGET)
     first = none.clone()
-    first[:, 0] = labels.max()
+    first[:, 0] = 0  # a class that every model has
     rows = torch.full((), len(labels), device=methods.strategy.device)
     variants = [_Variant(rows, 1, given) for given in (first, none)]
     # Smoothed labels are shifted as the model shifts them: its own loss shows it.

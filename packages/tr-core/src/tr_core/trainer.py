@@ -1158,8 +1158,10 @@ class Trainer(TransformersAttributes):
         """Compute the loss of one evaluation batch, over its own targets, with the model's outputs."""
         rule = self.loss_rule
         if rule.counts:
-            rule.find_shift_in_evaluation(
-                inputs, lambda given: loss_look.first_is_target(self, model, given, nullcontext)
+            rule.find_shift(
+                [inputs],
+                lambda given: loss_look.first_is_target(self, model, given, nullcontext),
+                over_ranks=self.is_in_evaluation,
             )
         if self.counts_by_override:
             count = self._get_num_items_in_batch([inputs], self.strategy.device)
