@@ -84,8 +84,7 @@ def test_the_command_prints_a_table_and_exits_with_0_where_nothing_is_wrong(tmp_
     lines = done.stdout.splitlines()
     assert lines[0] == "preflight of good_classifier.py"
     assert lines[-1] == "no problems found"
-    assert any(line.startswith("  metrics  eval_accuracy, eval_loss") for line in lines)
-    assert "preflight: one forward and backward of two samples" in done.stderr
+    assert "  metrics               eval_accuracy, eval_loss" in lines
     assert not (tmp_path / "out").exists()
 
 
@@ -142,5 +141,4 @@ def test_two_processes_are_checked_together_and_one_of_them_reports(tmp_path):
     report = json.loads(done.stdout)
     assert [problem for problem in report["problems"] if problem["severity"] != "info"] == []
     assert (report["figures"]["world_size"], report["figures"]["steps"]) == (2, 2)
-    assert done.stderr.count("preflight: loading two samples") == 1
     assert not (tmp_path / "out").exists()

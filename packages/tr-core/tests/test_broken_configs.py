@@ -21,6 +21,7 @@ def corpus(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # torch's, beside the error
 @pytest.mark.parametrize("case", BROKEN, ids=name_of)
 def test_a_broken_configuration_gives_its_code_and_message_and_no_other(case, corpus, capsys, monkeypatch):
     for name, value in case.get("environment", {}).items():

@@ -44,7 +44,7 @@ def test_a_quantized_model_without_what_can_be_trained_is_refused_before_a_step(
     assert trainer.state.global_step == 0
     assert "eval_loss" in trainer.evaluate()  # it can be evaluated
     (problem,) = [problem for problem in check(trainer).problems if problem.severity == "error"]
-    assert (problem.code, problem.message) == ("T513", str(refusal.value))
+    assert (problem.code, problem.message) == ("T501", str(refusal.value))
 
 
 @pytest.mark.parametrize(

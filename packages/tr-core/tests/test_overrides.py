@@ -238,7 +238,7 @@ def test_overrides_may_have_their_parameters_in_any_order_or_by_name_alone(make_
     called.clear()
     trainer.predict(samples(4, 1))
     assert called == [("Prediction", "test", {}), "prediction_step", "compute_loss"]
-    assert [problem.message for problem in check(trainer).problems if problem.code in ("T305", "T604")] == []
+    assert [problem.message for problem in check(trainer).problems if problem.code in ("T304", "T604")] == []
 
 
 def test_a_dict_of_training_data_is_for_the_subclass_that_makes_the_loader(make_trainer):

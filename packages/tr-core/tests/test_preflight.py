@@ -1,6 +1,7 @@
 """A preflight of a Trainer: what it computes, and that the Trainer is not used afterwards."""
 
 import json
+import math
 import random
 import re
 import shutil
@@ -18,10 +19,8 @@ from torch.utils.data import IterableDataset
 
 from tr_core import TrainerCallback
 from tr_core.preflight import CODES, Problem, Report, check
-from tr_core.preflight.argument_checks import steps_with
 from tr_core.preflight.context import CheckContext
-from tr_core.preflight.origins import Origins
-from tr_core.preflight.resource_checks import check_memory, checkpoints_at_once, state_bytes
+from tr_core.preflight.resource_checks import check_memory, checkpoints_at_once, state_bytes, times
 
 
 class Normalised(Classifier):
@@ -148,17 +147,17 @@ def test_an_optimizer_that_looks_at_numbers_has_an_assumed_size_and_says_so(make
 
     report = check(make_trainer(optimizer_cls_and_kwargs=(Curious, {"lr": 0.1})))
     assert report.figures["optimizer_bytes"] == 8 * 195
-    assert "assumed: two float32 numbers a trainable parameter" in " ".join(str(report).split())
+    assert report.figures["optimizer_is_assumed"] is True
 
 
 def test_a_mean_loss_passes_the_self_test_with_dropout_and_batch_norm(make_trainer):
     report = check(make_trainer(model=Normalised(), gradient_accumulation_steps=2))
     assert codes(report, "error") == codes(report, "warning") == []
-    assert "T512" not in codes(report)
+    assert "T012" not in codes(report)
 
 
 def test_a_loss_that_divides_by_the_count_passes_the_self_test(make_trainer):
-    assert not {"T509", "T510", "T511", "T512"} & set(codes(check(make_trainer(model=CountedSum()))))
+    assert not {"T509", "T510", "T012"} & set(codes(check(make_trainer(model=CountedSum()))))
 
 
 def test_a_loss_that_draws_random_numbers_is_not_compared(make_trainer):
@@ -167,7 +166,7 @@ def test_a_loss_that_draws_random_numbers_is_not_compared(make_trainer):
             return super().forward(x + torch.randn_like(x), labels)
 
     report = check(make_trainer(model=Diffusing(), gradient_accumulation_steps=2))
-    assert [p.message for p in report.problems if p.code == "T512"] == [
+    assert [p.message for p in report.problems if p.code == "T012"] == [
         "the loss depends on random numbers: dividing it into micro-batches was not compared"
     ]
 
@@ -184,7 +183,7 @@ class Contrastive(Classifier):
 
 
 def test_a_loss_that_compares_samples_is_an_error_only_where_micro_batches_are_accumulated(make_trainer):
-    assert "T511" in codes(check(make_trainer(model=Contrastive())), "info")
+    assert codes(check(make_trainer(model=Contrastive())), "error") == []
     [problem] = [
         p for p in check(make_trainer(model=Contrastive(), gradient_accumulation_steps=2)).problems if p.code == "T510"
     ]
@@ -257,7 +256,7 @@ def test_metrics_of_several_evaluation_sets_are_listed_and_watched(make_trainer)
     assert report.figures["metrics"] == ["eval_easy_f1", "eval_easy_loss", "eval_hard_f1", "eval_hard_loss"]
     assert codes(report, "error") == []
     [problem] = [p for p in check(make_trainer(**options, metric_for_best_model="f1")).problems if p.code == "T601"]
-    assert "needs 'eval_f1'" in problem.message
+    assert "'f1' is not among the results of the evaluation; they are ['eval_easy_f1'," in problem.message
     assert codes(check(make_trainer(**options, metric_for_best_model="hard_runtime")), "error") == []
 
 
@@ -267,7 +266,7 @@ def test_a_metric_that_needs_more_than_two_samples_is_tried_on_more(make_trainer
             raise ValueError("too few")
         return {"spread": 1.0}
 
-    report = check(make_trainer(eval_dataset=samples(6), compute_metrics=needs_ten))
+    report = check(make_trainer(eval_dataset=samples(12), compute_metrics=needs_ten))
     assert report.figures["metrics"] == ["eval_loss", "eval_spread"]
     assert codes(report, "error") == []
 
@@ -284,9 +283,9 @@ def test_a_streaming_metric_that_fails_is_named(make_trainer):
             pass
 
     [problem] = [
-        p for p in check(make_trainer(eval_dataset=samples(6), compute_metrics=Broken())).problems if p.code == "T602"
+        p for p in check(make_trainer(eval_dataset=samples(6), compute_metrics=Broken())).problems if p.code == "T604"
     ]
-    assert problem.message == "Broken fails on 64 evaluation samples: KeyError: 'threshold'"
+    assert problem.message == "evaluating 64 samples (eval) fails: KeyError: 'threshold'"
 
 
 def test_arguments_changed_after_they_were_built_are_checked_again(make_trainer):
@@ -303,7 +302,7 @@ def test_a_model_that_its_strategy_cannot_prepare_is_reported(make_trainer):
 
     trainer.strategy.prepare = refuse
     [problem] = check(trainer).problems
-    assert (problem.code, problem.message) == ("T303", "the strategy cannot prepare the model: ValueError: no room")
+    assert (problem.code, problem.message) == ("T303", "the strategy cannot prepare the model: no room")
 
 
 def test_a_check_that_fails_itself_is_reported_and_the_others_are_made(make_trainer, monkeypatch):
@@ -314,15 +313,15 @@ def test_a_check_that_fails_itself_is_reported_and_the_others_are_made(make_trai
     assert "estimated_s" in report.figures
 
 
-def test_what_takes_time_is_shown_before_it_begins(make_trainer):
-    shown = []
-    check(make_trainer(eval_dataset=samples(6)), progress=shown.append)
-    assert shown == [
-        "preparing the model",
-        "loading two samples",
-        "one forward and backward of two samples",
-        "testing what the loss is divided by",
-        "evaluating two samples (eval)",
+def test_what_takes_time_is_logged_before_it_begins(make_trainer, caplog):
+    with caplog.at_level("INFO", "tr_core.preflight"):
+        check(make_trainer(eval_dataset=samples(6)))
+    assert [record.getMessage() for record in caplog.records if record.name == "tr_core.preflight"] == [
+        "check: preparing the model",
+        "check: loading two samples",
+        "check: one forward and backward of two samples",
+        "check: testing what the loss is divided by",
+        "check: evaluating two samples (eval)",
     ]
 
 
@@ -350,8 +349,8 @@ def retention(**options):
         ({"save_steps": 0.25}, 4),
         ({"save_steps": 1000}, 1),
         ({"save_strategy": "epoch"}, 4),
-        ({"save_strategy": "10min"}, None),
-        ({"steps": None}, None),
+        ({"save_strategy": "10min"}, math.inf),
+        ({"steps": None}, math.inf),
         ({"save_total_limit": 2}, 3),
         ({"save_total_limit": 2, "steps": None}, 3),
         ({"save_total_limit": 2, "save_strategy": "10min"}, 3),
@@ -365,10 +364,10 @@ def retention(**options):
             {
                 "load_best_model_at_end": True,
                 "eval_strategy": "steps",
-                "eval_steps": 15,
+                "eval_steps": 5,
                 "metric_for_best_model": "loss",
             },
-            13,
+            20,
         ),
     ],
 )
@@ -381,22 +380,19 @@ def test_the_checkpoints_on_the_disk_at_once_are_those_kept_the_best_and_the_one
     [
         ({"eval_strategy": "steps"}, 10),
         ({"eval_strategy": "steps", "eval_steps": 30}, 4),
-        ({"eval_strategy": "steps", "eval_steps": 30, "eval_delay": 50}, 3),
-        ({"eval_strategy": "steps", "eval_delay": 101}, 0),
-        ({"eval_strategy": "epoch", "eval_delay": 2}, 3),
-        ({"eval_strategy": "10min"}, None),
+        ({"eval_strategy": "epoch"}, 4),
+        ({"eval_strategy": "10min"}, math.inf),
         ({}, 0),
     ],
 )
 def test_evaluations_are_counted_as_the_run_makes_them(options, expected):
-    steps = steps_with(retention(**options), "eval")
-    assert (None if steps is None else len(steps)) == expected
+    assert times(retention(**options), "eval") == expected
 
 
 def test_evaluations_of_a_real_run_are_as_many_as_counted(make_trained):
-    trainer = make_trained(number=40, eval_dataset=samples(4), eval_strategy="steps", eval_steps=3, eval_delay=4)
+    trainer = make_trained(number=40, eval_dataset=samples(4), eval_strategy="steps", eval_steps=3)
     made = sum("eval_loss" in entry for entry in trainer.state.log_history)
-    assert made == len(steps_with(CheckContext(trainer.args, steps=10), "eval")) == 3
+    assert made == times(CheckContext(trainer.args, steps=10), "eval") == 4
 
 
 @pytest.mark.parametrize(("there", "found"), [(17, []), (15, ["T306"])])
@@ -420,21 +416,10 @@ def test_on_cuda_the_loss_is_tested_and_the_peak_measured(make_trainer, precisio
     assert report.figures["peak_bytes"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("a", "a: 1"), ("a_b", '  "a-b": 2'), ("a_b", "a_b = 3"), ("b", "x(a=1, b=2)")]
-)
-def test_the_line_that_sets_an_option_is_found_in_every_kind_of_file(tmp_path, monkeypatch, name, text):
-    path = tmp_path / "file"
-    path.write_text(f"# {name}: no\nother_{name}: 0\n{name}_other: 0\nif {name} == 1:\n{text}\n")
-    assert Origins(None, path).locate(name, f"file {path}") == f"{path}:5"
-    monkeypatch.chdir(tmp_path)
-    assert Origins(None, path).locate(name, f"file {path}") == "file:5"
-
-
-def test_an_origin_names_the_flag_as_it_was_written():
-    origin = Origins(None, Path("run.yaml"), ["--learning-rate=1", "--no_bf16"])
-    assert origin.locate("learning_rate", "command line") == "command line --learning-rate"
-    assert origin.locate("bf16", "command line") == "command line --no_bf16"
+def test_an_option_is_shown_with_what_gave_it(make_trainer):
+    subject = CheckContext(make_trainer(eval_delay=3).args)
+    subject.say("T103", "late", "eval_delay", "eval_steps")
+    assert subject.problems[0].origin == "eval_delay (call)"
 
 
 def test_a_report_shows_errors_first_and_travels_as_json():
@@ -444,16 +429,11 @@ def test_a_report_shows_errors_first_and_travels_as_json():
     assert Report.from_dict(json.loads(report.to_json())) == report
     assert str(report).splitlines() == [
         "preflight of run.yaml",
-        "",
-        "problems",
-        "  T001 error    one",
-        "  T104 warning  two",
-        "                at run.yaml:3",
-        "  T203 info     three",
-        "",
-        "figures",
-        "  steps  1,000",
-        "",
+        "  T001 error            one",
+        "  T104 warning          two",
+        "                        at run.yaml:3",
+        "  T203 info             three",
+        "  steps                 1,000",
         "1 error, 1 warning",
     ]
 
@@ -481,10 +461,6 @@ def test_the_documented_codes_are_those_there_are():
 
 def test_every_code_is_used_and_every_used_code_is_listed():
     folder = Path(sys.modules[Report.__module__].__file__).parent
-    used = {
-        code
-        for path in folder.glob("*.py")
-        if path.name != "codes.py"
-        for code in re.findall(r'"(T\d{3})"', path.read_text("utf-8"))
-    }
+    texts = [re.sub(r'(?m)^    "T\d{3}": Code\(.*$', "", path.read_text("utf-8")) for path in folder.glob("*.py")]
+    used = {code for text in texts for code in re.findall(r'"(T\d{3})"', text)}
     assert used == set(CODES)

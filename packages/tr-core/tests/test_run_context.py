@@ -143,7 +143,7 @@ def test_a_model_without_a_configuration_of_transformers_is_left_as_it_is(make_t
     assert vars(model.config) == {"eos_token_id": 2}
 
 
-def test_a_check_tries_a_step_with_the_tokens_of_the_tokenizer_and_leaves_the_model_its_own(make_trainer):
+def test_a_check_tries_a_step_with_the_tokens_of_the_tokenizer(make_trainer):
     seen = []
 
     class Sees(Configured):
@@ -154,5 +154,4 @@ def test_a_check_tries_a_step_with_the_tokens_of_the_tokenizer_and_leaves_the_mo
     model = Sees()
     model.config = TextConfig(eos_token_id=2, pad_token_id=1)
     check(make_trainer(8, model=model, processing_class=TOKENIZER))
-    assert 7 in seen
-    assert vars(model.config) == {"eos_token_id": 2, "pad_token_id": 1}
+    assert set(seen) == {7}

@@ -59,7 +59,7 @@ def resolve(
                 values[name] = item.value
             else:
                 text = unknown_argument(cls, name) if len(problems) < MOST_GUESSED else f"unknown argument {name}"
-                problems.append(Problem(name, NOTHING, text, item.origin))
+                problems.append(Problem(name, NOTHING, text, item.origin, is_unknown=True))
             continue
         try:
             values[name] = convert_field(fields[name], item.value)
@@ -362,7 +362,7 @@ class Checked(metaclass=CheckedType):
         meant = closest(name, schema(type(self)), cutoff=SLIP)
         if meant is not None:
             message = f"unknown argument {name}; did you mean {meant}?"
-            raise ArgumentsError([Problem(name, NOTHING, message, "assignment")])
+            raise ArgumentsError([Problem(name, NOTHING, message, "assignment", is_unknown=True)])
 
 
 def build(cls: type[Any], given: dict[str, Given], positional: tuple[Any, ...] = ()) -> Any:

@@ -89,6 +89,7 @@ class Problem:
         origin: where the value came from: `default`, `call`, `assignment`, `file NAME`, `environment VAR`,
             `command line`.
         others: name, value and origin of the further arguments that are part of the problem.
+        is_unknown: whether no argument has the name.
     """
 
     field: str
@@ -96,6 +97,7 @@ class Problem:
     message: str
     origin: str = "call"
     others: tuple[tuple[str, Any, str], ...] = ()
+    is_unknown: bool = False
 
     def __str__(self) -> str:
         return printable(mask_secrets(self._text()), lines=True)

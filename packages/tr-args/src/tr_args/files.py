@@ -155,7 +155,7 @@ class Sources:
             elif isinstance(value, Mapping) and name in {*self._sections(), *map(_snake, self._sections())}:
                 self.add(value, origin, allow_extra=allow_extra)
             elif not allow_extra:
-                self.problems.append(Problem(name, NOTHING, self._unknown(name, value), origin))
+                self.problems.append(Problem(name, NOTHING, self._unknown(name, value), origin, is_unknown=True))
         self._add_layer(given)
 
     def _add_layer(self, given: Mapping[str, Given]) -> None:

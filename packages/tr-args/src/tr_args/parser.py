@@ -258,7 +258,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 flag = word.partition("=")[0]
                 guessed += 1
                 text = self._table.unknown(flag) if guessed <= MOST_GUESSED else f"unknown argument {flag}"
-                yield Problem(flag, NOTHING, text, origin)
+                yield Problem(flag, NOTHING, text, origin, is_unknown=True)
             elif not after_flag:
                 message = f"unexpected {word!r}; values follow a flag, as in --name {word}"
                 yield Problem("", NOTHING, message, origin)

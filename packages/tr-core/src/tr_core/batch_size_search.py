@@ -140,7 +140,7 @@ class _Attempts:
 
     def rewind(self) -> None:
         """Restore everything to the beginning of the step, and drop its gradients."""
-        self.is_in_step = False
+        self.is_in_step, self._run.methods.scope.inputs = False, None
         _drop_gradients(self._run)
         for part, values in self._noted:
             vars(part).update(values)
@@ -209,17 +209,19 @@ def _fits(run: Run) -> bool:
     num_items = run.count_targets([batch]) if run.count_targets else None
     if run.take_batches is not None:
         (batch,), num_items = run.take_batches(AskedBatches(iter([batch]), strategy.device), 1)
-    scope.size, scope.weight = run.plan.accumulation, batch.weight
+    scope.size, scope.weight, scope.inputs = run.plan.accumulation, batch.weight, batch.inputs
     model.train()
     before = Rollback(strategy.device, model)
     try:
         with scope.separate_window(strategy):
             run.methods.step_function(model, batch.inputs, num_items)
+        scope.inputs = None
         return True
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         free_memory(error, strategy.device)
+        scope.inputs = None
         return False
     finally:
         before.restore()

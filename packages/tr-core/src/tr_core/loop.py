@@ -69,13 +69,13 @@ def train_step(run: Run, step: StepData) -> None:
     for number, batch in enumerate(step.micro_batches, start=1):
         window.clock.waited_s += perf_counter() - since_s
         is_last = number == step.size
-        scope.weight, scope.total, scope.is_last = batch.weight, batch.total, is_last
+        scope.weight, scope.total, scope.is_last, scope.inputs = batch.weight, batch.total, is_last, batch.inputs
         if not inner.training:
             run.mode.restore()
         with strategy.accumulate(model, sync=run.plan.syncs_each_batch or is_last):
             loss = training_step(model, batch.inputs, step.num_items)
         window.add(loss, batch)
-        run.position.samples = batch.end
+        scope.inputs, run.position.samples = None, batch.end
         fire("on_micro_batch_end", loss=loss, inputs=batch.inputs, outputs=scope.outputs)
         scope.outputs = None
         if number < step.size:

@@ -25,6 +25,8 @@ class StepScope:
         is_last: whether the micro-batch is the last of its step; True outside a step.
         weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
         total: samples of the micro-batch on all ranks; None if each rank knows only its own, and outside a batch.
+        inputs: the micro-batch, as its loader gave it, while its forward, loss and backward are computed: an exception
+            leaves it here. None at any other time.
         loss: loss of the last step on this rank, a scalar tensor on the device; None before the first.
         outputs: the model's outputs for this micro-batch, if a callback wants them.
         metrics: the window that `log_metric` adds to: of a run, or of an evaluation; None outside both.
@@ -35,6 +37,7 @@ class StepScope:
     is_last: bool = True
     weight: float = 1.0
     total: int | None = None
+    inputs: Any = None
     loss: torch.Tensor | None = None
     outputs: Any = None
     metrics: MetricWindow | None = None

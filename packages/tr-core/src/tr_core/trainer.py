@@ -123,6 +123,7 @@ from tr_core.state import EventContext, TrainerControl, TrainerState
 from tr_core.step_scope import StepScope
 from tr_core.trainer_methods import TrainerMethods
 from tr_core.training import (
+    earlier_run,
     fresh_state,
     is_run_complete,
     last_train_loss,
@@ -131,7 +132,6 @@ from tr_core.training import (
     preempting,
     run_pending,
     summarize,
-    warn_of_earlier,
 )
 from tr_core.validation import (
     check_args,
@@ -583,7 +583,7 @@ class Trainer(TransformersAttributes):
             check_best_metric(self.args, self.eval_dataset)
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         resume = None if self.args.fast_dev_run else resume
-        with assigned(self, trial=trial), self._explained():
+        with assigned(self, trial=trial), self._explained(self.train_dataset):
             return self._run(resume, ignore_keys_for_eval)
 
     def evaluate(
@@ -612,11 +612,11 @@ class Trainer(TransformersAttributes):
                 merged |= self.evaluate(eval_dataset=source, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return merged
         if evaluates_training_batches(self.args, eval_dataset):
-            loader = limited_batches(self.get_train_dataloader(), self.args, self.strategy)
+            loader, chosen = limited_batches(self.get_train_dataloader(), self.args, self.strategy), self.train_dataset
         else:
             loader = self.get_eval_dataloader(chosen)
         with self._in_evaluation():
-            output = self._timed_loop(loader, "Evaluation", ignore_keys, metric_key_prefix)
+            output = self._timed_loop(loader, chosen, "Evaluation", ignore_keys, metric_key_prefix)
             self.log_result(output.metrics)
             self.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -635,7 +635,7 @@ class Trainer(TransformersAttributes):
         self.prepare()
         loader = self.get_test_dataloader(test_dataset)
         with self._in_evaluation():
-            output = self._timed_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
+            output = self._timed_loop(loader, test_dataset, "Prediction", ignore_keys, metric_key_prefix)
             self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -825,14 +825,16 @@ class Trainer(TransformersAttributes):
         names, compilation, is_in_train = self.label_names, self.compilation, self.is_in_train
         return evaluation_context(args, model, device, names, compilation, state, is_in_train=is_in_train)
 
-    def _timed_loop(self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
+    def _timed_loop(
+        self, loader: Any, data: Any, description: str, ignore_keys: list[str] | None, prefix: str
+    ) -> EvalLoopOutput:
         start_s = time.perf_counter()
         # Without a function of all predictions, nothing uses the predictions of an evaluation.
         unseen = self.compute_metrics is None or is_streaming(self.compute_metrics)
         options: dict[str, Any] = {"ignore_keys": ignore_keys, "metric_key_prefix": prefix}
         if description == "Evaluation":
             options["prediction_loss_only"] = True if unseen else None
-        with self._explained(), phase(EVALUATION), self.memory.stage(prefix) as read_memory:
+        with self._explained(data), phase(EVALUATION), self.memory.stage(prefix) as read_memory:
             # By name: an override may have its parameters in another order, or only keyword parameters.
             output = self.evaluation_loop(loader, description=description, **options)
             output.metrics.update(read_memory())
@@ -892,15 +894,15 @@ class Trainer(TransformersAttributes):
                 return self._finish_run(summarize(run) | read_memory())
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Add to an exception of the block what is wrong with the micro-batch that it stopped, and what to do."""
+    def _explained(self, data: Any) -> Iterator[None]:
+        """Add to an exception what is wrong with the micro-batch of the data that it stopped, and what to do."""
         try:
             yield
         except Exception as error:
             # Imported here: a run that does not fail needs none of it.
             from tr_core.preflight.diagnosis import explain
 
-            explain(error, cast("TrainerMethods", self))
+            explain(error, cast("TrainerMethods", self), data)
             raise
 
     def _showing(self, work: str) -> AbstractContextManager[Any]:
@@ -951,8 +953,9 @@ class Trainer(TransformersAttributes):
                 resumed = resume_run(run, resume, self._fresh_state(plan), loaded)
                 if resumed is not None:
                     load_by_overrides(str(resumed))
-        if resumed is None and args.save_strategy != "no":
-            warn_of_earlier(self.checkpointer(), strategy, args.output_dir)
+        begins_anew = resumed is None and args.save_strategy != "no"
+        if begins_anew and (earlier := earlier_run(self.checkpointer(), strategy, args.output_dir)):
+            self.logger.warning("%s", earlier)
         return run
 
     def _fresh_state(self, plan: TrainingPlan) -> TrainerState:

@@ -78,14 +78,8 @@ class TrainerMethods(Protocol):
         """Compute the loss of one batch."""
         ...
 
-    @property
-    def create_optimizer(self) -> Callable[..., torch.optim.Optimizer]:
-        """Build the optimizer, unless there is one."""
-        ...
-
-    @property
-    def create_scheduler(self) -> Callable[..., LRScheduler]:
-        """Build the schedule, unless there is one."""
+    def renew_optimizer(self, num_training_steps: int) -> tuple[torch.optim.Optimizer, LRScheduler]:
+        """Set the optimizer and the schedule of a new run."""
         ...
 
     @property
@@ -149,12 +143,9 @@ class TrainerMethods(Protocol):
         """Apply the run-wide settings of training inside a block."""
         ...
 
-    @property
-    def get_num_trainable_parameters(self) -> Callable[..., int]:
-        """Count the trainable parameters."""
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int) -> Any:
+        """Build a loader of this rank's batches, in the data's own order."""
         ...
-
-    def _get_collator_with_removed_columns(self, data_collator: Any) -> Callable[..., Any]: ...
 
     def forget_model(self) -> None:
         """Drop the model, so that the next run builds a new one."""

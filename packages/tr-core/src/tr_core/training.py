@@ -58,8 +58,8 @@ def fresh_state(
     return state
 
 
-def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_dir: str) -> None:
-    """Warn if a new run would save among the checkpoints of another run."""
+def earlier_run(checkpointer: Checkpointer, strategy: Collectives, output_dir: str) -> str:
+    """Return what follows if a new run saves among the checkpoints of another run; empty if there are none."""
     earlier, problem = [], ""
     if strategy.rank == 0:
         try:
@@ -68,14 +68,13 @@ def warn_of_earlier(checkpointer: Checkpointer, strategy: Collectives, output_di
             problem = str(error)
     if problem := strategy.gather_objects(problem)[0]:
         raise ValueError(problem)  # the first save would fail too
-    if earlier:
-        logger.warning(
-            "%s holds checkpoints of an earlier run, up to step %d: resuming takes those until this run has saved its "
-            "first, a save of the same step replaces one, and save_total_limit leaves the others; give every run an "
-            "output_dir of its own, or remove them with `trainer ckpt prune`",
-            output_dir,
-            earlier[-1],
-        )
+    if not earlier:
+        return ""
+    return (
+        f"{output_dir} holds checkpoints of an earlier run, up to step {earlier[-1]}: resuming takes those until this "
+        "run has saved its first, a save of the same step replaces one, and save_total_limit leaves the others; give "
+        "every run an output_dir of its own, or remove them with `trainer ckpt prune`"
+    )
 
 
 def log_run_start(run: Run, num_parameters: int, schedule: str) -> None:

@@ -14,11 +14,12 @@ class Normalised(parts.Classifier):
         self.layers.insert(1, nn.BatchNorm1d(16))
 
 
-parts.train(
-    Normalised(),
-    data=Stream(),
-    max_steps=10,
-    dataloader_num_workers=1,
-    dataloader_multiprocessing_context="spawn",
-    gradient_accumulation_steps=2,
-)
+if __name__ == "__main__":
+    parts.train(
+        Normalised(),
+        data=Stream(),
+        max_steps=10,
+        dataloader_num_workers=1,
+        dataloader_multiprocessing_context="spawn",
+        gradient_accumulation_steps=2,
+    )

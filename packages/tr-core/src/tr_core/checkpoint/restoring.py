@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +26,15 @@ Resume = str | Path | bool | None
 _FROM_ARGUMENTS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
-def find_checkpoint(checkpointer: Checkpointer, output_dir: str, resume: Resume) -> Restored:
-    """Find the checkpoint that a resume takes, and verify it; nothing is loaded.
+def find_checkpoint(
+    checkpointer: Checkpointer, output_dir: str, resume: Resume, only_read: Collection[str] = ("trainer_state",)
+) -> Restored:
+    """Find the checkpoint that a resume takes, and verify it; nothing is loaded, and only these parts are read.
 
     Raises:
         ValueError: there is none and `resume` is not `auto`, or the named one is damaged.
     """
-    checkpointer.restore({}, source=source_of(resume), only_read=("trainer_state",))
+    checkpointer.restore({}, source=source_of(resume), only_read=only_read)
     return _found(cast("Restored", checkpointer.restored), output_dir, resume)
 
 

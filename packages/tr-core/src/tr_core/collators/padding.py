@@ -132,13 +132,14 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
         return_tensors: `pt`, torch tensors, or `np`, arrays of NumPy.
 
     Raises:
-        ValueError: a label is a string, or rows of unequal length cannot be stacked.
+        ValueError: a label is a string; or rows of unequal length, or of strings, cannot be stacked.
+        TypeError: the samples are strings.
     """
     first = features[0]
     if isinstance(first, tuple | list | torch.Tensor | np.ndarray | int | float):
         return default_collate(features)
     if not isinstance(first, Mapping):
-        features = [vars(feature) for feature in features]
+        features = _columns_of(features)
         first = features[0]
     batch: dict[str, torch.Tensor] = {}
     for key, value in first.items():
@@ -150,8 +151,22 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
         if key == "label" or (key == "label_ids" and first.get("label") is None):
             batch["labels"] = _labels(values)
         elif key != "label_ids":
-            batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(key, values)
+            try:
+                batch[key] = torch.stack(values) if isinstance(value, torch.Tensor) else _stack(values)
+            except (ValueError, RuntimeError) as error:
+                if why := _why_not_stacked(key, values):
+                    raise ValueError(why) from error
+                raise
     return batch if return_tensors == "pt" else in_kind(batch, return_tensors)  # a step calls it with "pt"
+
+
+def _columns_of(samples: list[Any]) -> list[dict[str, Any]]:
+    if isinstance(samples[0], str):
+        raise TypeError(
+            f"the data set holds strings such as {samples[0][:40]!r}, and a sample is a mapping of columns: tokenize "
+            "them first, for example with [tokenizer(text, truncation=True) for text in texts]"
+        )
+    return [vars(sample) for sample in samples]
 
 
 def _labels(values: list[Any]) -> torch.Tensor:
@@ -161,19 +176,20 @@ def _labels(values: list[Any]) -> torch.Tensor:
     return labels.float() if labels.is_floating_point() else labels.long()
 
 
-def _stack(key: str, values: list[Any]) -> torch.Tensor:
-    try:
-        if isinstance(values[0], np.ndarray):
-            return torch.from_numpy(np.stack(values))
-        return torch.tensor(values)
-    except ValueError as error:
-        lengths = sorted({len(value) for value in values if isinstance(value, Sized)})
-        if len(lengths) < 2:
-            raise
-        raise ValueError(
-            f"{key!r} has rows of {lengths[0]} to {lengths[-1]} values, which cannot be stacked; give the Trainer the "
-            "tokenizer as processing_class or a data_collator that pads, or make the rows of one length"
-        ) from error
+def _stack(values: list[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(values)) if isinstance(values[0], np.ndarray) else torch.tensor(values)
+
+
+def _why_not_stacked(key: str, values: list[Any]) -> str:
+    """Return why a column makes no tensor, and what to do; empty if that is not known."""
+    lengths = sorted({len(value) for value in values if isinstance(value, Sized) and getattr(value, "ndim", 1)})
+    if len(lengths) > 1:
+        return (
+            f"column {key!r} has rows of {lengths[0]} to {lengths[-1]} values, which cannot be stacked; give the "
+            "Trainer the tokenizer as processing_class or a data_collator that pads, or make the rows of one length"
+        )
+    is_text = isinstance(values[0], list | tuple) and any(isinstance(word, str) for word in values[0])
+    return f"column {key!r} holds strings: tokenize them first, for example with dataset.map(...)" if is_text else ""
 
 
 @dataclass

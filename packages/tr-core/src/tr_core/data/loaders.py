@@ -294,6 +294,11 @@ def _loader(
             "loader.dataset, or return this loader from an override of get_train_dataloader, get_eval_dataloader or "
             "get_test_dataloader"
         )
+    if hasattr(dataset, "iloc"):
+        raise TypeError(
+            f"the data set is a {type(dataset).__name__}, whose [0] is a column and no sample: give its rows, as "
+            "datasets.Dataset.from_pandas(frame) or frame.to_dict('records')"
+        )
     drop_last = args.dataloader_drop_last
     ranks: dict[str, Any] = {"rank": collectives.rank, "world_size": collectives.world_size}
     workers = args.dataloader_num_workers

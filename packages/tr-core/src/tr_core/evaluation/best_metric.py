@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tr_args import TrainingArguments
+from tr_args.errors import did_you_mean
 from tr_args.fields.saving import SavingFields
 from tr_core.state import TrainerState
 
@@ -50,6 +51,7 @@ def watched_metric(args: SavingFields, metrics: dict[str, float]) -> float:
     if key not in metrics:
         raise ValueError(
             f"metric_for_best_model={name!r} is not among the results of the evaluation; they are {sorted(metrics)}"
+            f"{did_you_mean(key, metrics)}"
         )
     if not isinstance(metrics[key], int | float):
         raise ValueError(f"metric_for_best_model={name!r} needs a metric that is one number; {key} is {metrics[key]!r}")

@@ -145,8 +145,9 @@ class EvaluationLoop:
         inputs = to_device(batch.inputs, self._strategy.device)
         rows = batch_size_of(inputs) or 0
         loss_only = not self._keeps and self._streaming is None
-        self._scope.weight, self._scope.total = batch.weight, batch.total
+        self._scope.weight, self._scope.total, self._scope.inputs = batch.weight, batch.total, batch.inputs
         loss, logits, labels = methods.prediction_step(model, inputs, loss_only, ignore_keys=self._options.ignore_keys)
+        self._scope.inputs = None
         self._counts_own = batch.total is None
         self._num_samples += (rows if batch.weight else 0) if batch.total is None else batch.total
         self._loss.add(loss, inputs, rows if batch.weight else 0)

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from tr_args import ArgumentsError, TrainingArguments
+from tr_args import TrainingArguments
 from tr_core.callback import CallbackList
 from tr_core.preflight import argument_checks, data_checks, model_checks, resource_checks
-from tr_core.preflight.context import CheckContext
-from tr_core.preflight.origins import Origins
-from tr_core.preflight.report import Problem, Report
+from tr_core.preflight.context import CheckContext, logger
+from tr_core.preflight.report import Report
 from tr_core.trainer_methods import TrainerMethods
 
-# Checks of arguments alone.
+# Checks of arguments alone, and of a Trainer: later ones use results of earlier ones.
 _ARGUMENT_CHECKS = (
     argument_checks.check_options,
-    argument_checks.check_plugins,
-    argument_checks.check_optimizer_name,
+    argument_checks.check_names,
     argument_checks.check_device,
+    argument_checks.check_recipe,
     argument_checks.check_events,
-    argument_checks.check_schedule,
     argument_checks.check_output_folder,
-    argument_checks.check_resume,
+    argument_checks.check_checkpoints,
     resource_checks.check_disk_space,
 )
-# Checks of a Trainer: later ones use results of earlier ones.
 _TRAINER_CHECKS = (
-    argument_checks.check_options,
     data_checks.check_length,
     argument_checks.check_events,
     argument_checks.check_output_folder,
-    argument_checks.check_resume,
+    argument_checks.check_checkpoints,
     model_checks.check_trainable,
-    data_checks.check_pickling,
     data_checks.check_first_batch,
-    data_checks.check_labels,
-    data_checks.check_values,
+    data_checks.check_samples,
     model_checks.check_forward_backward,
     model_checks.check_loss_division,
     model_checks.check_evaluation,
     resource_checks.check_optimizer,
-    argument_checks.check_schedule,
     resource_checks.check_memory,
     resource_checks.check_disk_space,
     resource_checks.estimate_time,
@@ -57,12 +48,11 @@ def check(
     evaluation_data: Any = None,
     trains: bool = True,
     ends_here: bool = False,
-    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Check what would stop or spoil a run of `trainer`, without training a step.
 
-    It runs two samples forward and backward. Nothing is written, sent or logged, and no callback is called. Every rank
-    must call it.
+    It runs two samples forward and backward. Nothing is written or sent, and no callback is called. Every rank must
+    call it. The first one logs what is about to take time.
 
     Nothing is restored: it changes gradients, buffers, random number generators, and counters of data sets and
     collators. So `train`, `evaluate` and `predict` of this Trainer raise afterwards. Build a new one, with a new model
@@ -74,7 +64,6 @@ def check(
         evaluation_data: data to evaluate, if not the Trainer's own.
         trains: whether the run trains, so that there must be training data.
         ends_here: whether the data is not used afterwards, so that a read-once stream may be read.
-        progress: called with a line of text before each slow check.
 
     Returns:
         Problems and figures; `print` shows them.
@@ -86,25 +75,16 @@ def check(
         raise RuntimeError("check() was called while this Trainer is training; check another Trainer, before its run")
     trainer.is_checked = True
     args = trainer.args
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    subject = CheckContext(
-        args,
-        trainer,
-        Origins(args, Path(script) if script else None),
-        # A trial run does not resume.
-        resume=False if args.fast_dev_run else args.resume_from_checkpoint if resume is None else resume,
-        evaluation_data=evaluation_data,
-        trains=trains,
-        ends_here=ends_here,
-        progress=progress or (lambda text: None),
-    )
+    # A trial run does not resume.
+    resume = False if args.fast_dev_run else args.resume_from_checkpoint if resume is None else resume
+    subject = CheckContext(args, trainer, resume, evaluation_data, trains, ends_here)
     _examine(subject)
     return Report(type(trainer).__name__, subject.problems, subject.figures)
 
 
-def check_arguments(args: TrainingArguments, origin: Origins, target: str, found: Sequence[Problem] = ()) -> Report:
+def check_arguments(args: TrainingArguments, target: str) -> Report:
     """Check arguments alone, without model and data."""
-    subject = CheckContext(args, origin=origin, resume=args.resume_from_checkpoint, problems=[*found])
+    subject = CheckContext(args, resume=args.resume_from_checkpoint)
     if args.max_steps > 0:
         subject.steps = subject.figures["steps"] = args.max_steps
     _run(_ARGUMENT_CHECKS, subject)
@@ -117,19 +97,18 @@ def check_arguments(args: TrainingArguments, origin: Origins, target: str, found
 
 def _examine(subject: CheckContext) -> None:
     trainer = subject.trainer
-    subject.progress("preparing the model")
-    try:
+    logger.info("check: preparing the model")
+    before = len(subject.problems)
+    with subject.saying("T303", what="the strategy cannot prepare the model: "):
         trainer.prepare()
-    except ArgumentsError:
-        return argument_checks.check_options(subject)
-    except Exception as error:
-        return subject.say_error("T303", "the strategy cannot prepare the model", error)
+    if len(subject.problems) > before:
+        return
     subject.figures |= {
         "model": type(trainer.model).__name__,
         "device": str(trainer.strategy.device),
         "world_size": trainer.strategy.world_size,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "trainable_parameters": trainer.get_num_trainable_parameters(),
+        "trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
     }
     handler = trainer.callback_handler
     subject.callbacks = list(handler.callbacks)
@@ -143,7 +122,5 @@ def _examine(subject: CheckContext) -> None:
 
 def _run(checks: Sequence[Callable[[CheckContext], None]], subject: CheckContext) -> None:
     for each in checks:
-        try:
+        with subject.saying("T012", what=f"{each.__name__.replace('_', ' ')} (the other checks were made): "):
             each(subject)
-        except Exception as error:  # whatever a user's object raises, the other checks run
-            subject.say_error("T012", f"{each.__name__.replace('_', ' ')} (the other checks were made)", error)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from tr_args import ArgumentsError
 from tr_core.plugins import PluginError
-from tr_core.preflight.origins import Origins, last_line, raised_at
-from tr_core.preflight.report import Problem
+from tr_core.preflight.diagnosis import Failure, diagnose
+from tr_core.preflight.report import Problem, argument_problems, last_line, raised_at
 from tr_core.trainer_methods import TrainerMethods
+from tr_log import get_logger
+
+logger = get_logger("tr_core.preflight")
 
 SAMPLES = 2
 """Number of samples in the trial of the model."""
@@ -22,11 +26,11 @@ class CheckContext:
 
     Attributes:
         given_trainer: the Trainer; None if only arguments are checked.
-        origin: returns where an option was written.
         resume: the checkpoint to resume from, as given to `train` or in the arguments.
-        trains: whether training would begin, so that there must be training data.
+        trains: whether training would begin, and can.
         ends_here: whether the process ends with the preflight, so that data may be used up.
-        progress: called with a line of text before each slow check.
+        callbacks: those of the Trainer, which are not called.
+        checkpointer: that of the run; None if it saves nothing or the checkpointer is not installed.
         inputs: a batch of two training samples, on the host; None if there is none.
         classes: number of classes that labels can name; None if unknown.
         gives_loss: whether the trial returned a loss with a gradient.
@@ -34,47 +38,52 @@ class CheckContext:
 
     args: Any
     given_trainer: TrainerMethods | None = None
-    origin: Origins = field(default_factory=Origins)
     resume: Any = None
     evaluation_data: Any = None
     trains: bool = True
     ends_here: bool = False
-    progress: Callable[[str], None] = lambda text: None
     problems: list[Problem] = field(default_factory=list)
     callbacks: list[Any] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
     epochs: int | None = None
+    checkpointer: Any = None
     inputs: Any = None
     classes: int | None = None
     gives_loss: bool = False
-    optimizer: Any = None
 
     @property
     def trainer(self) -> TrainerMethods:
         """The Trainer, for checks that run only with one."""
         return cast("TrainerMethods", self.given_trainer)
 
-    def say(self, code: str, message: str, *options: str, at: str = "") -> None:
-        """Add a problem, with the place where it was raised, or where these options were written."""
-        places = dict.fromkeys(self.origin(name) for name in options)
-        self.problems.append(Problem(code, message, at or ", ".join(p for p in places if p not in ("", "default"))))
+    @property
+    def resumes(self) -> bool:
+        """Whether the run begins from a checkpoint."""
+        return self.resume not in (None, False)
 
-    def say_error(self, code: str, what: str, error: BaseException) -> None:
-        """Add a problem that is an exception."""
-        self.say(code, f"{what}: {last_line(error)}", at=raised_at(error))
+    def say(self, code: str, message: str, *options: str, at: str = "") -> None:
+        """Add a problem, with the place where it was raised, or these options and what gave them."""
+        given = {name: self.args.origin(name) for name in options}
+        places = [f"{name} ({origin})" for name, origin in given.items() if origin != "default"]
+        self.problems.append(Problem(code, message, at or ", ".join(places)))
+
+    def say_why(self, error: Exception, data: Any, code: str, fails: str) -> None:
+        """Add what is wrong with a micro-batch that an exception stopped, or where nothing tells, what fails."""
+        code, why = diagnose(Failure(error, self.trainer, data)) or (code, fails)
+        self.say(code, f"{why}: {last_line(error)}", at=raised_at(error))
+        self.trainer.scope.inputs = None
 
     @contextmanager
     def saying(self, code: str, *options: str, what: str = "") -> Iterator[None]:
         """Add a problem if the block refuses what the options ask for, or a package or library for it is missing."""
         try:
             yield
-        except PluginError as error:
-            self.say("T301", f"{what}{error}", *options)
-        except ImportError as error:
-            self.say("T302", f"{what}{error}", *options)
+        except ArgumentsError as error:
+            self.problems += argument_problems(error)
         except Exception as error:  # whatever a user's object raises
-            text = str(error) if isinstance(error, ValueError | TypeError) else last_line(error)
+            code = "T301" if isinstance(error, PluginError) else "T302" if isinstance(error, ImportError) else code
+            text = str(error) if isinstance(error, ValueError | TypeError | ImportError) else last_line(error)
             self.say(code, f"{what}{text}", *options, at=raised_at(error))
 
     def evaluation_sets(self) -> dict[str, Any]:

@@ -1,10 +1,14 @@
 """Say what is wrong with a micro-batch that cannot be made, or whose forward, loss or backward failed, and what to do.
 
-`trainer check` and a run ask the same table. A good step costs nothing: all that is looked at, the exception has.
+`trainer check` and a run ask the same table. A good step costs nothing: the loop declares which micro-batch it computes
+(`StepScope.inputs`), and the rest is what the exception holds: the arguments of the function of torch
+that it came through.
 """
 
 from __future__ import annotations
 
+import multiprocessing.reduction
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,53 +17,59 @@ from time import monotonic
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from tr_core.collators.padding import default_data_collator
 from tr_core.data.loaders import is_map_style
-from tr_core.model_io import IGNORED_TARGET, base_model, main_input_name
-from tr_core.preflight.origins import frames_of, passed_through
+from tr_core.loss import split_loss
+from tr_core.model_io import IGNORED_TARGET, base_model, loss_of, main_input_name
 from tr_core.runtime.memory import is_out_of_memory
 from tr_core.signatures import parameters_of
 from tr_core.trainer_methods import TrainerMethods
 
 _LONGEST_SEARCH_S = 20.0
-_MAKES_BATCHES = ("_collated", "_samples", "collate", "read_samples", "reraise")
-_COMPUTES = ("training_step", "prediction_step")
 
 
 @dataclass
 class Failure:
-    """An exception, and the Trainer whose micro-batch it stopped."""
+    """An exception, the Trainer whose micro-batch it stopped, and the data that the micro-batch is of."""
 
     error: Exception
     trainer: TrainerMethods
+    data: Any
 
-    def local(self, function: str, name: str) -> Any:
+    def local(self, function: Any, name: str) -> Any:
         """Return a variable of the deepest call of a function that the exception came through; None without one."""
-        found = [frame.f_locals for frame in frames_of(self.error) if frame.f_code.co_name == function]
+        frames = [frame for frame, _ in traceback.walk_tb(self.error.__traceback__)]
+        found = [frame.f_locals for frame in frames if frame.f_code is function.__code__]
         return found[-1].get(name) if found else None
 
     @property
-    def computes(self) -> bool:
-        """Whether forward, loss or backward of a micro-batch failed."""
-        return passed_through(self.error, *_COMPUTES)
-
-    @property
-    def is_of_loader(self) -> bool:
-        """Whether a micro-batch could not be read or made."""
-        return passed_through(self.error, *_MAKES_BATCHES)
-
-    @property
-    def lost_device(self) -> bool:
-        """Whether an index was wrong on a GPU: nothing on it can be read any more, and the place is not known."""
-        return self.computes and "device-side assert" in str(self.error)
-
-    @property
     def inputs(self) -> Any:
-        """The micro-batch as the loader gave it, on the host; None if it was not made."""
-        batch = self.local("train_step", "batch") or self.local("_one_batch", "batch")
-        inputs = self.local("micro_batches", "piece") if batch is None else batch.inputs
-        return inputs if self.computes else None
+        """The micro-batch as the loader gave it, on the host, if its forward, loss or backward failed; else None."""
+        return self.trainer.scope.inputs
+
+    @property
+    def trains(self) -> bool:
+        """Whether the data is that of training."""
+        return self.data is self.trainer.train_dataset
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The loss whose backward failed; None if anything else did."""
+        given = self.local(torch.autograd.backward, "tensors")
+        return given[0] if isinstance(given, tuple) else given
+
+    @cached_property
+    def lost_device(self) -> bool:
+        """Whether the device does not answer any more, as a GPU after a wrong index: then no place is known."""
+        device = self.trainer.strategy.device
+        module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        try:
+            if hasattr(module, "current_stream"):
+                module.current_stream(device).query()  # no sync: other ranks may never come
+        except RuntimeError:
+            return True
+        return False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -73,22 +83,15 @@ class Failure:
         return sorted(map(str, self.inputs)) if isinstance(self.inputs, Mapping) else type(self.inputs).__name__
 
     @property
-    def data(self) -> Any:
-        """The data that the micro-batch is of."""
-        own = self.trainer.eval_dataset if passed_through(self.error, "evaluate") else self.trainer.train_dataset
-        given = (("predict", "test_dataset"), ("evaluate", "chosen"), ("_evaluate", "dataset"), ("collate", "dataset"))
-        data = next((data for place in given if (data := self.local(*place)) is not None), own)
-        return self.trainer.eval_dataset[data] if isinstance(data, str) else data
-
-    @cached_property
-    def samples(self) -> list[Any]:
-        """The samples that cannot be made a batch, or the first one of the data."""
-        for function in ("_collated", "collate"):
-            if found := self.local(function, "samples") or self.local(function, "read"):
-                return found
-        with suppress(Exception):
-            return [sample for _, sample in scan(self.data, 1)]
-        return []
+    def left_out(self) -> str:
+        """What to add of columns that the samples have and the micro-batch lacks."""
+        first = next((sample for _, sample in scan(self.data, 1) if isinstance(sample, Mapping)), {})
+        if not (hidden := sorted(set(map(str, first)) - set(map(str, self.inputs)))):
+            return ""
+        return (
+            f"; columns {hidden} of the data were left out, as they are text, or the model's forward takes none of "
+            "these names: tokenize or rename them"
+        )
 
 
 def scan(data: Any, most: int) -> Iterator[tuple[int, Any]]:
@@ -101,13 +104,14 @@ def scan(data: Any, most: int) -> Iterator[tuple[int, Any]]:
             yield index, data[index]
 
 
-def explain(error: Exception, trainer: TrainerMethods) -> None:
+def explain(error: Exception, trainer: TrainerMethods, data: Any) -> None:
     """Add to an exception what is wrong with its micro-batch and what to do, as a note; its type and text stay."""
     with suppress(Exception):  # what is looked at may fail itself, as a device after an error
-        failure = Failure(error, trainer)
+        failure = Failure(error, trainer, trainer.eval_dataset[data] if isinstance(data, str) else data)
         _, text = diagnose(failure) or ("", _contents(failure))
-        if text and text not in getattr(error, "__notes__", ()):
+        if text:
             error.add_note(text)
+    trainer.scope.inputs = None  # what surrounds an evaluation does not explain its error again
 
 
 def _contents(failure: Failure) -> str:
@@ -120,51 +124,54 @@ def diagnose(failure: Failure) -> tuple[str, str] | None:
 
     An error of other origin, as of a callback, has no row: the data would be read for nothing.
     """
-    if not (failure.computes or failure.is_of_loader or isinstance(failure.error, FloatingPointError)):
-        return None
-    found = ((code, says(failure)) for code, says in _TABLE)
+    rows = _OF_A_BATCH if failure.inputs is not None else _OF_OTHERS
+    found = ((code, says(failure)) for code, says in rows)
     return next(((code, text) for code, text in found if text), None)
 
 
 def _out_of_memory(failure: Failure) -> str | None:
     args = failure.trainer.args
-    if not is_out_of_memory(failure.error) or not failure.computes or args.auto_find_batch_size:
+    if args.auto_find_batch_size or not is_out_of_memory(failure.error):
         return None
-    if not passed_through(failure.error, "training_step"):
-        size = args.per_device_eval_batch_size
+    if not failure.trains:
         return (
-            f"memory ran out in an evaluation with per_device_eval_batch_size={size}: lower it, and set "
-            "eval_accumulation_steps=1, so that predictions leave the device"
+            f"memory ran out in an evaluation with per_device_eval_batch_size={args.per_device_eval_batch_size}: lower "
+            "it, and set eval_accumulation_steps=1, so that predictions leave the device"
         )
     size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     now = f"memory ran out with per_device_train_batch_size={size} and gradient_accumulation_steps={steps}"
-    less = f"set them to {size // 2} and {steps * 2}, which keeps the samples of a step, or auto_find_batch_size=True"
-    smaller = less if size > 1 and size % 2 == 0 else "lower the first" if size > 1 else "a micro-batch is one sample"
-    on = "is on already" if args.gradient_checkpointing else "=True"
-    return f"{now}: {smaller}; gradient_checkpointing{' ' * (on[0] == 'i')}{on}; shorter samples need less too"
+    less = size // 2 if size % 2 == 0 else 1
+    smaller = f"set them to {less} and {steps * size // less}, which keeps the samples of a step, or "
+    on = " is on already" if args.gradient_checkpointing else "=True"
+    return (
+        f"{now}: {smaller if size > 1 else ''}auto_find_batch_size=True; gradient_checkpointing{on}; shorter samples "
+        "need less too"
+    )
+
+
+def _outside(values: torch.Tensor, limit: int, ignored: int = 0) -> tuple[int, int] | None:
+    """Return row and value of the first number that is none of 0 to `limit` - 1, nor ignored; None without one."""
+    values = values.cpu()
+    is_bad = ((values < 0) | (values >= limit)) & (values != ignored)
+    return (int(is_bad.nonzero()[0][0]), int(values[is_bad][0])) if is_bad.any() else None
 
 
 def _outside_of_embedding(failure: Failure) -> str | None:
-    ids, weight = failure.local("embedding", "input"), failure.local("embedding", "weight")
+    ids, weight = failure.local(functional.embedding, "input"), failure.local(functional.embedding, "weight")
+    rows = None if weight is None else len(weight)
     if failure.lost_device:
-        name, rows = main_input_name(failure.trainer.model), rows_of_embedding(failure.trainer.model)
-        ids = failure.tensors.get(name)
-    else:
-        name, rows = "", None if weight is None else len(weight)
-    if rows is None or ids is None or ids.is_floating_point():
+        model = failure.trainer.model
+        ids, rows = failure.tensors.get(main_input_name(model)), rows_of_embedding(model)
+    if rows is None or ids is None or (found := _outside(ids, rows)) is None:
         return None
-    ids = ids.cpu()
-    outside = (ids < 0) | (ids >= rows)
-    if not outside.any():
-        return None
-    value = int(ids[outside][0])
-    name = name or next((name for name, column in failure.tensors.items() if torch.equal(column.cpu(), ids)), "")
-    if not name:
-        return (
-            f"an embedding of {rows} rows has no row {value}, and no column of the batch holds that number: if it is "
-            f"one of positions, samples are too long for the model; truncate them to {rows}"
-        )
-    return id_outside(f"sample {outside.nonzero()[0][0].item()} of the micro-batch", name, value, rows)
+    row, value = found
+    for name, column in failure.tensors.items():
+        if torch.equal(column.cpu(), ids.cpu()):
+            return id_outside(f"sample {row} of the micro-batch", name, value, rows)
+    return (
+        f"an embedding of {rows} rows has no row {value}, and no column of the batch holds that number: if it is one "
+        f"of positions, samples are too long for the model; truncate them to {rows}"
+    )
 
 
 def rows_of_embedding(model: Any) -> int | None:
@@ -195,27 +202,22 @@ def id_outside(where: str, name: str, value: int, rows: int) -> str:
 
 def _labels(failure: Failure) -> tuple[Any, Any]:
     """Return what a cross entropy compared: the labels, and its scores of the classes."""
-    for function in ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"):
+    for function in (functional.cross_entropy, functional.binary_cross_entropy_with_logits, functional.nll_loss):
         labels, scores = failure.local(function, "target"), failure.local(function, "input")
         if isinstance(labels, torch.Tensor) and isinstance(scores, torch.Tensor):
             return labels, scores
     return None, None
 
 
-def _fractions_as_labels(failure: Failure) -> str | None:
+def _no_class_numbers(failure: Failure) -> str | None:
     labels, scores = _labels(failure)
-    if labels is None or not labels.is_floating_point() or labels.shape == scores.shape:
+    if labels is None or labels.is_floating_point() == (labels.shape == scores.shape):
         return None
-    return (
-        f"the labels are {_dtype(labels)}, and a cross entropy takes class numbers: make "
-        "them whole numbers (int64), from 0 on; for a regression, give the model one output (num_labels=1)"
-    )
-
-
-def _numbers_for_each_class(failure: Failure) -> str | None:
-    labels, scores = _labels(failure)
-    if labels is None or labels.is_floating_point() or labels.dim() < 2 or labels.shape != scores.shape:
-        return None
+    if labels.is_floating_point():
+        return (
+            f"the labels are {_dtype(labels)}, and a cross entropy takes class numbers: make them whole numbers "
+            "(int64), from 0 on; for a regression, give the model one output (num_labels=1)"
+        )
     return (
         f"the labels are whole numbers of the shape {tuple(labels.shape)}, one for each class: give each sample the "
         "number of its class, or make them float32 for probabilities"
@@ -224,24 +226,20 @@ def _numbers_for_each_class(failure: Failure) -> str | None:
 
 def _outside_of_classes(failure: Failure) -> str | None:
     names, (labels, scores) = failure.trainer.label_names, _labels(failure)
-    columns = [failure.tensors[name].cpu() for name in names if name in failure.tensors]
-    classes = None if scores is None or scores.dim() < 1 else scores.shape[min(1, scores.dim() - 1)]
-    if failure.lost_device:
-        labels = next(iter(columns), None)
-        classes = None if labels is None else classes_of(failure.trainer.model, labels)
-    if classes is None or labels is None or labels.is_floating_point():
+    columns = [failure.tensors[name] for name in names if name in failure.tensors]
+    classes = None if scores is None else scores.shape[min(1, scores.dim() - 1)]
+    if failure.lost_device and columns:
+        labels, classes = columns[0], classes_of(failure.trainer.model, columns[0])
+    if classes is None or labels.is_floating_point():
         return None
-    ignored = failure.local("cross_entropy", "ignore_index")
-    bad = labels[((labels < 0) | (labels >= classes)) & (labels != (IGNORED_TARGET if ignored is None else ignored))]
-    if not len(bad):
+    ignored = failure.local(functional.cross_entropy, "ignore_index")
+    found = _outside(labels, classes, IGNORED_TARGET if ignored is None else ignored)
+    if found is None:
         return None
-    label = bad[0].item()
-    kind = "training" if failure.data is failure.trainer.train_dataset else "evaluation"
-    for index, found in labels_of(failure.data, names):
-        if found == label:
-            return label_outside(f"sample {index} of the {kind} data has", label, classes)
-    row = next((str((column == label).nonzero()[0][0].item()) for column in columns if (column == label).any()), "")
-    return label_outside(f"sample {row} of the micro-batch has" if row else "a sample has", label, classes)
+    kind = "training" if failure.trains else "evaluation"
+    index = next((index for index, label in labels_of(failure.data, names) if label == found[1]), None)
+    where = "a sample of the micro-batch has" if index is None else f"sample {index} of the {kind} data has"
+    return label_outside(where, found[1], classes)
 
 
 def label_outside(where: str, label: Any, classes: int) -> str:
@@ -264,78 +262,45 @@ def labels_of(data: Any, names: list[str], most: int = 10_000) -> Iterator[tuple
             yield index, value
 
 
-def _no_samples(failure: Failure) -> str | None:
-    data = failure.data
-    if hasattr(data, "iloc") and failure.is_of_loader:
-        return (
-            f"the data set is a {type(data).__name__}, whose [0] is a column and no sample: give its rows, as "
-            "datasets.Dataset.from_pandas(frame) or frame.to_dict('records')"
-        )
-    first = next(iter(failure.samples), None)
-    if not isinstance(first, str) or not (failure.computes or failure.is_of_loader):
+def _not_sent(failure: Failure) -> str | None:
+    if failure.local(multiprocessing.reduction.dump, "obj") is None:
         return None
     return (
-        f"the data set holds strings such as {first[:40]!r}, and a sample is a mapping of columns: tokenize them "
-        "first, for example with [tokenizer(text, truncation=True) for text in texts]"
+        f"the data set, or the data collator, cannot be sent to the {failure.trainer.args.dataloader_num_workers} "
+        "processes of dataloader_num_workers: use functions and classes defined at the top of a module, open files on "
+        "first use, or set dataloader_num_workers=0"
     )
 
 
-def _unequal_samples(failure: Failure) -> str | None:
-    samples = [sample for sample in failure.samples if isinstance(sample, Mapping)]
-    stacks = failure.trainer.data_collator in (default_data_collator, torch.utils.data.default_collate)
-    if not failure.is_of_loader or not stacks or len(samples) < 2:
-        return None  # another collator may well take them
-    for name in samples[0]:
-        sizes = [size for sample in samples if (size := _size(sample.get(name))) is not None]
-        if len(set(sizes)) > 1:
-            return (
-                f"column {name!r} has {min(sizes)} values in one sample and {max(sizes)} in another: bring all to one "
-                "length, or pass a data_collator that pads, as DataCollatorWithPadding does"
-            )
-    return None
-
-
-def _size(value: Any) -> int | None:
-    """Return the length of a row of numbers; None for anything else."""
-    if isinstance(value, torch.Tensor):
-        return len(value) if value.dim() else None
-    return len(value) if isinstance(value, list | tuple) and not _is_text(value) else None
-
-
 def _missing_columns(failure: Failure) -> str | None:
-    if not isinstance(failure.error, TypeError) or not isinstance(failure.inputs, Mapping):
-        return None
-    if failure.trainer.overrides("compute_loss", "training_step", "prediction_step"):
+    is_by_override = failure.trainer.overrides("compute_loss", "training_step", "prediction_step")
+    if is_by_override or not isinstance(failure.inputs, Mapping):
         return None  # which may give the model other names
     model = base_model(failure.trainer.model)
-    missing = sorted(_needed(model) - set(failure.inputs))
+    takes = parameters_of(model.forward)
+    needed = {name for name, each in takes.items() if each.default is each.empty and each.kind not in (2, 4)}
+    if failure.left_out:  # one that is optional beside others, as embeddings
+        needed |= {main_input_name(model)} & set(takes)
+    missing = sorted(needed - set(failure.inputs))
     if not missing:
         return None
-    first = next((sample for sample in failure.samples if isinstance(sample, Mapping)), {})
-    hidden = sorted(set(map(str, first)) - set(map(str, failure.inputs)))
-    left_out = f"; columns {hidden} of the data were left out, as it takes none of these names: rename them"
     return (
         f"the forward method of {type(model).__name__} needs {', '.join(missing)}, and the micro-batch has "
-        f"{failure.columns}{left_out if hidden else ''}"
+        f"{failure.columns}{failure.left_out}"
     )
 
 
 def _unfit_for_weights(failure: Failure) -> str | None:
-    layer, given = failure.local("forward", "self"), failure.local("forward", "input")
-    if not isinstance(layer, torch.nn.Linear) or not isinstance(given, torch.Tensor) or given.dim() == 0:
+    forward = torch.nn.Linear.forward
+    layer, given = failure.local(forward, "self"), failure.local(forward, "input")
+    if not isinstance(given, torch.Tensor) or given.dim() == 0:
         return None
-    if given.shape[-1] != layer.in_features:
-        return (
-            f"{layer} takes {layer.in_features} numbers in the last dimension, and was given the shape "
-            f"{tuple(given.shape)}; {_contents(failure)}"
-        )
-    if given.dtype == layer.weight.dtype:
+    if given.shape[-1] == layer.in_features and given.dtype == layer.weight.dtype:
         return None
-    same = [name for name, value in failure.tensors.items() if (value.dtype, value.shape) == (given.dtype, given.shape)]
-    column = f", as column {same[0]!r} is" if same else ""
     return (
-        f"{layer} has weights of {_dtype(layer.weight)} and was given {_dtype(given)}{column}: make that "
-        f"{_dtype(layer.weight)} in the data set or the collator"
+        f"{layer} takes {_dtype(layer.weight)} with {layer.in_features} numbers in the last dimension, and was given "
+        f"{_dtype(given)} of the shape {tuple(given.shape)}; make that fit in the data set or the collator: "
+        f"{_contents(failure)}"
     )
 
 
@@ -343,43 +308,15 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _needed(model: Any) -> set[str]:
-    takes = parameters_of(model.forward)
-    return {name for name, each in takes.items() if each.default is each.empty and each.kind not in (2, 4)}
-
-
-def _text(failure: Failure) -> str | None:
-    inputs, first = failure.inputs, next(iter(failure.samples), None)
-    collator = failure.trainer.data_collator
-    is_own = getattr(collator, "__module__", type(collator).__module__).partition(".")[0] in ("tr_core", "transformers")
-    if not isinstance(first, Mapping) or not (inputs is not None or failure.is_of_loader):
-        return None
-    given = inputs if inputs is not None else first
-    words = [name for name, value in first.items() if _is_text(value) and name not in failure.trainer.label_names]
-    takes = parameters_of(base_model(failure.trainer.model).forward)
-    needed = _needed(base_model(failure.trainer.model))
-    needed |= {main_input_name(failure.trainer.model)} & set(takes)
-    if not is_own or not isinstance(given, Mapping) or (needed and needed <= set(given)):
-        words = [name for name in words if name in takes and inputs is None]
-    if not words:
-        return None
-    return f"column {words[0]!r} holds strings: tokenize them first, for example with dataset.map(...)"
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], str))
-
-
 def _not_one_number(failure: Failure) -> str | None:
-    loss = failure.local("training_step", "loss")
-    if not passed_through(failure.error, "backward") or not isinstance(loss, torch.Tensor) or loss.dim() == 0:
+    if failure.loss is None or failure.loss.dim() == 0:
         return None
-    return f"the loss has the shape {tuple(loss.shape)}; it must be one number: take the mean over samples or targets"
+    shape = tuple(failure.loss.shape)
+    return f"the loss has the shape {shape}; it must be one number: take the mean over samples or targets"
 
 
 def _without_gradient(failure: Failure) -> str | None:
-    loss = failure.local("training_step", "loss")
-    if not passed_through(failure.error, "backward") or not isinstance(loss, torch.Tensor) or loss.requires_grad:
+    if failure.loss is None or failure.loss.requires_grad:
         return None
     return (
         "the loss does not depend on any trainable parameter: it was computed without gradients (no_grad, detach, "
@@ -388,21 +325,17 @@ def _without_gradient(failure: Failure) -> str | None:
 
 
 def _no_loss(failure: Failure) -> str | None:
-    names, trainer = failure.trainer.label_names, failure.trainer
-    fails = passed_through(failure.error, "loss_of", "split_loss")
-    if not failure.computes or passed_through(failure.error, "backward"):
+    names, inputs = failure.trainer.label_names, failure.inputs
+    is_refused = any(failure.local(function, name) is not None for function, name in _READS_LOSS)
+    is_by_override = failure.trainer.overrides("compute_loss", "training_step")
+    if failure.loss is not None or (is_by_override and not is_refused):
         return None
-    if not names or not isinstance(failure.inputs, Mapping) or set(names) & set(failure.inputs):
-        return f"the model gives no loss: the batch has {failure.columns}" if fails else None
-    if trainer.overrides("compute_loss", "training_step") and not fails:
-        return None
-    first = next((sample for sample in failure.samples if isinstance(sample, Mapping)), {})
-    hidden = sorted(set(map(str, first)) - set(map(str, failure.inputs)))
-    left_out = (
-        f"; columns {hidden} of the data were left out, as the model's forward takes none of these names: rename the "
-        f"one that holds labels to {names[0]!r}"
-    )
-    return f"the model gives no loss: no {' or '.join(names)} among {failure.columns}{left_out if hidden else ''}"
+    if names and isinstance(inputs, Mapping) and not set(names) & set(inputs):
+        return f"the model gives no loss: no {' or '.join(names)} among {failure.columns}{failure.left_out}"
+    return f"the model gives no loss: the batch has {failure.columns}" if is_refused else None
+
+
+_READS_LOSS = ((loss_of, "outputs"), (split_loss, "returned"))
 
 
 def _not_finite(failure: Failure) -> str | None:
@@ -424,19 +357,16 @@ def not_finite(index: int, sample: Any) -> str | None:
     return None
 
 
-_TABLE: tuple[tuple[str, Callable[[Failure], str | None]], ...] = (
+_Rows = tuple[tuple[str, Callable[[Failure], str | None]], ...]
+_OF_A_BATCH: _Rows = (
     ("T306", _out_of_memory),
     ("T504", _not_one_number),
     ("T505", _without_gradient),
     ("T514", _outside_of_embedding),
-    ("T408", _fractions_as_labels),
-    ("T502", _numbers_for_each_class),
+    ("T408", _no_class_numbers),
     ("T405", _outside_of_classes),
-    ("T410", _no_samples),
-    ("T411", _text),
-    ("T403", _unequal_samples),
     ("T502", _missing_columns),
     ("T502", _unfit_for_weights),
     ("T503", _no_loss),
-    ("T409", _not_finite),
 )
+_OF_OTHERS: _Rows = (("T404", _not_sent), ("T409", _not_finite))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import re
 import textwrap
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tr_args import ArgumentsError
 from tr_log.formatting import duration, size
 from tr_log.masking import mask_secrets
 
@@ -32,17 +34,15 @@ CODES: dict[str, Code] = {
     "T001": Code("error", "an option is unknown"),
     "T002": Code("error", "an option does not take the value"),
     "T003": Code("error", "options contradict each other"),
-    "T004": Code("error", "the configuration file cannot be read"),
-    "T005": Code("error", "the script failed before it began to train"),
+    "T004": Code("error", "the configuration file or the command line cannot be read"),
+    "T005": Code("error", "the script failed, or a Trainer refused what it was given, before training began"),
     "T006": Code("error", "the script ended without training, evaluating or predicting with a Trainer"),
     "T007": Code("error", "this version does not act on an option"),
-    "T009": Code("error", "the Trainer refuses what it was given"),
     "T010": Code("info", "something cannot be known from a configuration file alone"),
     "T011": Code("error", "the script began to train with a loop of its own"),
-    "T012": Code("warning", "a check could not be made"),
+    "T012": Code("info", "a check could not be made"),
     # Length and events of the run
-    "T101": Code("error", "the training data gives no batch"),
-    "T102": Code("error", "the length of the run is unknown"),
+    "T101": Code("error", "the training data is missing, gives no batch or fails, or the length of the run is unknown"),
     "T103": Code("error", "no evaluation takes place"),
     "T104": Code("warning", "the only evaluation is that of the last step"),
     "T105": Code("error", "the warmup is not shorter than the run"),
@@ -53,8 +53,7 @@ CODES: dict[str, Code] = {
     "T201": Code("error", "output_dir cannot be written to"),
     "T202": Code("error", "the disk is too small for the checkpoints"),
     "T203": Code("info", "the number of checkpoints is not limited"),
-    "T204": Code("error", "there is no checkpoint to resume from"),
-    "T205": Code("error", "the checkpoint to resume from is damaged, lacks something or cannot be read"),
+    "T205": Code("error", "the checkpoint to resume from is missing or damaged, lacks something or cannot be read"),
     "T206": Code("warning", "a damaged checkpoint would be skipped"),
     "T207": Code("warning", "the run to be resumed is complete"),
     "T208": Code("warning", "output_dir holds checkpoints of an earlier run"),
@@ -62,67 +61,42 @@ CODES: dict[str, Code] = {
     "T301": Code("error", "no installed package offers a name"),
     "T302": Code("error", "a library that an option needs is missing"),
     "T303": Code("error", "the device or the launch environment does not allow what is asked for"),
-    "T304": Code("error", "the optimizer cannot be built"),
-    "T305": Code("error", "the schedule cannot be built"),
+    "T304": Code("error", "the optimizer or its schedule cannot be built"),
     "T306": Code("error", "the device's memory is too small"),
     # Data
-    "T401": Code("error", "there is no training data"),
-    "T402": Code("error", "a sample cannot be loaded"),
-    "T403": Code("error", "samples cannot be made a batch"),
+    "T402": Code("error", "samples cannot be loaded, or made a batch"),
     "T404": Code("error", "something cannot be sent to loading processes"),
     "T405": Code("error", "a label is outside the model's classes"),
     "T406": Code("info", "data that can be read only once was not read"),
     "T407": Code("error", "the evaluation data is empty"),
-    "T408": Code("error", "labels are not whole numbers"),
+    "T408": Code("error", "labels are not class numbers"),
     "T409": Code("warning", "the data holds a number that is not finite"),
-    "T410": Code("error", "the data set does not hold samples"),
-    "T411": Code("error", "a column of text was not tokenized"),
     # Model, loss and gradients
-    "T501": Code("error", "no parameter is trainable"),
+    "T501": Code("error", "nothing of the model can be trained"),
     "T502": Code("error", "forward or backward fails"),
     "T503": Code("error", "the model gives no loss"),
     "T504": Code("error", "the loss is not one number"),
     "T505": Code("error", "the loss has no gradient"),
-    "T506": Code("error", "the first loss is not finite"),
-    "T507": Code("error", "the first gradient is not finite"),
+    "T506": Code("error", "the first loss or gradient is not finite"),
     "T508": Code("warning", "trainable parameters get no gradient"),
     "T509": Code("error", "the loss grows with the number of samples"),
     "T510": Code("error", "a step's loss depends on how it is divided into micro-batches"),
-    "T511": Code("info", "the loss would depend on the division into micro-batches, if there were several"),
-    "T512": Code("info", "the self-test of the loss could not be made"),
-    "T513": Code("error", "the model is quantized and has nothing that can be trained as it is"),
     "T514": Code("error", "an id is outside the model's embedding"),
     # Metrics
-    "T601": Code("error", "metric_for_best_model is not among the results"),
-    "T602": Code("error", "compute_metrics fails"),
-    "T603": Code("error", "the metric that is watched is not a number"),
-    "T604": Code("error", "evaluation fails"),
+    "T601": Code("error", "metric_for_best_model is not among the results, or not a number"),
+    "T604": Code("error", "an evaluation or its compute_metrics fails"),
 }
 
-
-_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
-
-WIDTH = 100
-# A title, and what is shown beside it: of each part the figures that it names must be known.
-_FIGURES = (
-    ("model", "{model}: {parameters:,} parameters, {trainable_parameters:,} trainable, on {device} x {world_size}"),
-    ("steps", "{steps:,}"),
-    ("steps", "{samples_per_step:,} samples a step"),
-    ("steps", "{samples:,} samples an epoch"),
-    ("steps", "{epochs:,} epochs"),
-    ("loss", "{loss:.6g} at the first samples"),
-    ("time", "{forward_backward_s:.3g} s for forward and backward of {trial_samples} samples"),
-    ("time", "at most {estimated_s:duration} for those of the run"),
-    ("memory", "estimate: {parameter_bytes:size} of parameters + {gradient_bytes:size} of gradients"),
-    ("memory", "{optimizer_bytes:size} of the optimizer's state, activations not included"),
-    ("memory", "{optimizer_is_assumed:assumed: two float32 numbers a trainable parameter}"),
-    ("memory", "measured peak of the trial {peak_bytes:size}"),
-    ("disk", "{checkpoints_at_once} checkpoints at once"),
-    ("disk", "{checkpoint_bytes:size} each"),
-    ("disk", "{disk_bytes:size} needed"),
-    ("disk", "{disk_free_bytes:size} free"),
-    ("metrics", "{metrics:list}"),
-)
+_ORDER: tuple[Severity, ...] = ("error", "warning", "info")
+# How figures are shown that are no plain numbers or words.
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes"), size),
+    **dict.fromkeys(("checkpoint_bytes", "disk_bytes", "disk_free_bytes"), size),
+    "forward_backward_s": "{:.3g} s".format,
+    "estimated_s": lambda value: f"at most {duration(max(value, 1))}",
+    "loss": "{:.6g}".format,
+    "metrics": ", ".join,
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +106,8 @@ class Problem:
     Attributes:
         code: its kind, one of `tr_core.preflight.report.CODES`.
         message: problem with values, requirement, and the change to make.
-        origin: where the cause was written: `run.yaml:12`, `command line --bf16`, `train.py:40`; empty if unknown.
+        origin: where the cause is: an option with the file or command line that gave it, or the line of the script or
+            library of the user that raised; empty if unknown.
     """
 
     code: str
@@ -157,7 +132,7 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.problems = sorted(self.problems, key=lambda problem: _ORDER[problem.severity])
+        self.problems = sorted(self.problems, key=lambda problem: _ORDER.index(problem.severity))
 
     def count(self, severity: Severity) -> int:
         """Count the problems of a severity."""
@@ -183,52 +158,44 @@ class Report:
         return cls(content["target"], problems, dict(content["figures"]))
 
     def __str__(self) -> str:
-        lines = [f"preflight of {self.target}", ""]
-        if self.problems:
-            lines += ["problems", *(line for problem in self.problems for line in _problem_lines(problem)), ""]
-        if figures := _figure_lines(self.figures):
-            lines += ["figures", *figures, ""]
-        errors, warnings = self.count("error"), self.count("warning")
-        found = f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
-        return "\n".join([*lines, found if errors or warnings else "no problems found"])
+        lines = [f"preflight of {self.target}"]
+        for problem in self.problems:
+            place = [f"at {problem.origin}"] if problem.origin else []
+            lines.append(_entry(f"{problem.code} {problem.severity}", [*problem.message.splitlines(), *place]))
+        known = {name: value for name, value in self.figures.items() if value is not None}
+        lines += [_entry(name.replace("_", " "), [_shown(name, value)]) for name, value in known.items()]
+        found = [f"{number} {kind}{'s' * (number > 1)}" for kind in _ORDER[:2] if (number := self.count(kind))]
+        return "\n".join([*lines, ", ".join(found) or "no problems found"])
 
 
-def _problem_lines(problem: Problem) -> list[str]:
-    lead = f"  {problem.code} {problem.severity:<7}  "
-    lines = []
-    for number, paragraph in enumerate(problem.message.splitlines() or [""]):
-        start = " " * len(lead) if number else lead
-        indent = " " * (len(lead) + len(paragraph) - len(paragraph.lstrip()))
-        lines += textwrap.wrap(paragraph.strip(), WIDTH, initial_indent=start, subsequent_indent=indent) or [""]
-    return [*lines, f"{' ' * len(lead)}at {problem.origin}"] if problem.origin else lines
+def _shown(name: str, value: Any) -> str:
+    return _SHOWN[name](value) if name in _SHOWN else f"{value:,}" if type(value) is int else str(value)
 
 
-def _figure_lines(figures: Mapping[str, Any]) -> list[str]:
-    shown: dict[str, list[str]] = {}
-    known = {name: _Figure(value) for name, value in figures.items() if value is not None and value is not False}
-    for title, text in _FIGURES:
-        with contextlib.suppress(KeyError):  # not every figure is known
-            part = text.format_map(known)
-            shown.setdefault(title, []).append(part)
-    lines = []
-    for title, parts in shown.items():
-        lead = f"  {title:<{max(map(len, shown))}}  "
-        lines += textwrap.wrap(", ".join(parts), WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead))
-    return lines
+def _entry(title: str, paragraphs: list[str]) -> str:
+    indent = " " * 24
+    texts = [textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent) for text in paragraphs]
+    return f"  {title:<22}" + "\n".join(texts).lstrip()
 
 
-class _Figure(NamedTuple):
-    value: Any
-
-    def __format__(self, form: str) -> str:
-        ways = {"size": size, "duration": lambda s: duration(max(s, 1)), "list": ", ".join}
-        return ways[form](self.value) if form in ways else form if self.value is True else format(self.value, form)
+# Files that the user cannot change.
+_FOREIGN = re.compile(r"^<|lib/python|(site|dist)-packages|[/\\]tr_(args|log|core|ckpt|optim|dist|all)[/\\]")
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def last_line(error: BaseException) -> str:
+    """Return the last line of the traceback, whole, and the notes: `ValueError: text`."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
-def read_report(path: Path) -> Report | None:
-    """Return the report in a file; None if there is none."""
-    return Report.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+def raised_at(error: BaseException) -> str:
+    """Return `file:line in function` of the user's deepest frame; empty if there is none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _FOREIGN.search(frame.filename)]
+    return f"{own[-1].filename.removeprefix(os.getcwd() + os.sep)}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def argument_problems(error: ArgumentsError, where: str = "") -> Iterator[Problem]:
+    """Yield a problem for each entry of an `ArgumentsError`, with what gave the value and where it was raised."""
+    for problem in error.problems:
+        of_pair = "T003" if problem.others else "T002"
+        code = "T001" if problem.is_unknown else of_pair if problem.field else "T004"
+        yield Problem(code, str(problem), ", ".join(filter(None, (problem.origin, where))))

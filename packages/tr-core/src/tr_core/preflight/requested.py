@@ -3,20 +3,16 @@
 `trainer check script.py` runs the script with the environment variable `TR_PREFLIGHT` set to the path of the report.
 Every method that starts a run, an evaluation, a prediction or the saving of a model calls `stop_if_requested` first. So
 processes that the script starts itself stop at the same point, and nothing is patched.
-
-Progress is written to stderr, because one forward of a large model may take minutes.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tr_args import ArgumentsError
 from tr_args.process import read_topology
-from tr_log.terminal import write_line
 
 if TYPE_CHECKING:  # a Trainer is made without what a preflight needs
     from tr_core.trainer_methods import TrainerMethods
@@ -41,7 +37,11 @@ def stop_if_requested(
     Without `trains`, training is checked only with training data.
     """
     if VARIABLE not in os.environ:
-        _refuse_if_checked(trainer)
+        if trainer.is_checked:
+            raise RuntimeError(
+                "this Trainer was checked by tr_core.preflight.check, which leaves its model, data and random number "
+                "generators changed; build a new one"
+            )
         return
     # Imported here: a process that trains does not need it.
     from tr_core.preflight.checks import check
@@ -54,19 +54,10 @@ def stop_if_requested(
             evaluation_data=evaluation_data,
             trains=trains or trainer.train_dataset is not None,
             ends_here=True,
-            progress=write_progress,
         )
         if trainer.strategy.rank == 0:
             path.write_text(report.to_json(), encoding="utf-8")
     raise PreflightDone(0)
-
-
-def _refuse_if_checked(trainer: TrainerMethods) -> None:
-    if trainer.is_checked:
-        raise RuntimeError(
-            "this Trainer was checked by tr_core.preflight.check, which leaves its model, data and random number "
-            "generators changed; build a new one"
-        )
 
 
 def is_first_process() -> bool:
@@ -75,9 +66,3 @@ def is_first_process() -> bool:
         return read_topology().rank == 0
     except ArgumentsError:
         return True
-
-
-def write_progress(text: str) -> None:
-    """Write one line to stderr without buffering, on rank 0 only."""
-    if is_first_process():
-        write_line(sys.stderr, f"preflight: {text}")

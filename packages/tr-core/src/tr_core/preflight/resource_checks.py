@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 
 from tr_core.checkpoint.saving import model_parts
-from tr_core.preflight.argument_checks import checkpointer_of, steps_with
 from tr_core.preflight.context import CheckContext
 from tr_core.protocols import EvaluationWeights, Stateful
+from tr_core.state import resolve_steps
 from tr_core.validation import nearest_existing_path
 from tr_log.formatting import size
 
@@ -25,13 +26,11 @@ def check_disk_space(subject: CheckContext) -> None:
     free = figures["disk_free_bytes"] = shutil.disk_usage(folder).free
     if args.save_strategy == "no" or not subject.trains:
         return
-    count = figures["checkpoints_at_once"] = checkpoints_at_once(subject)
-    if args.save_total_limit is None and (count is None or count > 1):
-        many = "however many there will be" if count is None else f"{count} of them"
-        subject.say(
-            "T203", f"save_total_limit is not set: all checkpoints stay, {many}; set it to keep the newest ones only"
-        )
-    if subject.given_trainer is None or (count is None and args.save_total_limit is None):
+    count = checkpoints_at_once(subject)
+    figures["checkpoints_at_once"] = count = None if count == math.inf else int(count)
+    if args.save_total_limit is None and count != 1:
+        subject.say("T203", "save_total_limit is not set: all checkpoints stay; set it to keep the newest ones only")
+    if subject.given_trainer is None or count is None:
         return
     trainer = subject.trainer
     parts = model_parts(trainer.strategy, trainer.model, trainer.model_wrapped)
@@ -40,7 +39,7 @@ def check_disk_space(subject: CheckContext) -> None:
     each = figures["checkpoint_bytes"] = model + optimizer + _other_bytes(subject)
     # The end of a run writes the model once more, and a push copies it, so that training cannot change it.
     hub = 2 * model if args.push_to_hub else 0
-    needed = figures["disk_bytes"] = each * (count or 0) + hub
+    needed = figures["disk_bytes"] = each * count + hub
     if needed > free:
         copies = f" and {size(hub)} of copies for the Hub" if hub else ""
         subject.say(
@@ -52,33 +51,33 @@ def check_disk_space(subject: CheckContext) -> None:
         )
 
 
-def checkpoints_at_once(subject: CheckContext) -> int | None:
-    """Return the most checkpoints on the disk at once, the one being written included.
+def times(subject: CheckContext, event: str) -> float:
+    """Return how often the run evaluates (`eval`) or saves (`save`) at most; infinite where nothing tells."""
+    args, steps, epochs = subject.args, subject.steps, subject.epochs
+    strategy = str(getattr(args, f"{event}_strategy"))
+    if strategy == "best":
+        return times(subject, "eval")
+    if strategy == "steps" and steps is not None:
+        return math.ceil(steps / resolve_steps(getattr(args, f"{event}_steps"), steps))
+    if strategy == "epoch" and epochs is not None:
+        return epochs
+    return 0 if strategy == "no" else math.inf
 
-    An older one is removed only after the newest is complete, and the best one always stays. None if neither the
+
+def checkpoints_at_once(subject: CheckContext) -> float:
+    """Return the most checkpoints on the disk at once beside those of before, the one being written included.
+
+    An older one is removed only after the newest is complete, and the best one always stays. Infinite if neither the
     arguments nor the data limit the number.
     """
-    args = subject.args
-    saves, evaluations = steps_with(subject, "save"), steps_with(subject, "eval")
+    args, most = subject.args, times(subject, "save")
     if args.load_best_model_at_end:  # a model with the best evaluation so far is saved at once
-        saves = None if saves is None or evaluations is None else saves | evaluations
-    limit = None if saves is None else len(saves)
+        most = max(most, times(subject, "eval"))
     if args.save_total_limit is not None:
         with_best = 1 + bool(args.metric_for_best_model and args.eval_strategy != "no")
-        kept = max(args.save_total_limit, with_best) + 1
-        limit = kept if limit is None else min(kept, limit)
-    existing = _existing_checkpoints(subject)
-    return limit if limit is None or not existing else max(limit - existing, 1)
-
-
-def _existing_checkpoints(subject: CheckContext) -> int:
-    if subject.resume in (None, False):
-        return 0
-    checkpointer = checkpointer_of(subject)
-    try:
-        return 0 if checkpointer is None else len(checkpointer.steps())
-    except ValueError:  # reported by the check of the checkpoint to resume from
-        return 0
+        most = min(most, max(args.save_total_limit, with_best) + 1)
+    before = len(subject.checkpointer.steps()) if subject.resumes and subject.checkpointer is not None else 0
+    return max(most - before, 1) if before else most
 
 
 def _other_bytes(subject: CheckContext) -> int:
@@ -112,23 +111,23 @@ def tensor_bytes(tree: Any) -> int:
 
 
 def check_optimizer(subject: CheckContext) -> None:
-    """Build the run's optimizer; its changes to the model, such as hooks, stay."""
-    trainer, figures, name = subject.trainer, subject.figures, f"optim={str(subject.args.optim)!r}"
+    """Build the run's optimizer and schedule; their changes to the model, such as hooks, stay."""
+    trainer, figures = subject.trainer, subject.figures
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     if not subject.trains or not trainable:
         return
     figures["parameter_bytes"] = tensor_bytes(list(trainer.model.parameters()))
     figures["gradient_bytes"] = tensor_bytes(trainable)
-    with subject.saying("T304", "optim", what=f"{name}: "):
-        subject.optimizer = trainer.create_optimizer()
-    if subject.optimizer is None:
+    with subject.saying("T304", "optim", "lr_scheduler_type", what=f"optim={str(subject.args.optim)!r}: "):
+        trainer.renew_optimizer(subject.steps or 1)
+    if (optimizer := trainer.optimizer) is None:
         return
-    estimate: Any = getattr(subject.optimizer, "expected_bytes", None)
+    estimate: Any = getattr(optimizer, "expected_bytes", None)
     if estimate is None:
-        held = state_bytes(subject.optimizer)
+        held = state_bytes(optimizer)
     else:  # an optimizer that frees gradients during the backward pass, or whose step needs one
         figures["gradient_bytes"], held = estimate(micro_batches=subject.args.gradient_accumulation_steps)
-    figures["optimizer_is_assumed"] = held is None
+    figures["optimizer_is_assumed"] = held is None  # two float32 numbers a trainable parameter
     figures["optimizer_bytes"] = 8 * sum(p.numel() for p in trainable) if held is None else held
 
 
