@@ -115,7 +115,7 @@ class SearchStudy:
             return trials
         return [trial for trial in trials if trial.user_attrs.get("folder") == str(self._folder.resolve())]
 
-    def _open(self, directions: list[str], resume: bool) -> Any:
+    def _open(self, directions: list[Any], resume: bool) -> Any:
         options = dict(self._backend.options)
         path = self._folder / FILE_NAME
         if self._has_own_file:
