@@ -196,8 +196,10 @@ def read(text):
     columns, head, of = {}, [], None
     for line in text.splitlines():
         words = [word.strip() for word in line.strip("|").split(" | ")] if line.startswith("| ") else []
-        if line.startswith("### "):
-            of = columns[line[4:]]
+        if opened := re.match("<summary>(.*?):", line):
+            of = columns.get(opened[1])
+        elif of and (about := re.match(f"- ({'|'.join(ABOUT)}): (.*)", line)):
+            of.about[about[1]] = about[2]
         elif of and (numbered := re.match(r"\d+\. (.*)", line)):
             of.reasons.append(numbered[1])
         elif not words or words[0] == "---":
@@ -205,7 +207,7 @@ def read(text):
         elif not head:
             head = words
         elif head[0] == "backend":
-            columns[words[0]] = Column({name: word for name, word in zip(head, words, strict=True) if name in ABOUT})
+            columns[words[0]] = Column({"day": words[1]})
         elif head[0] == "test":
             of.cells[words[0]] = words[1]
         else:
@@ -216,6 +218,11 @@ def read(text):
 
 def table(head, lines):
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+
+
+def folded(title, lines):
+    """Return what a reader opens by its title; a page shows the rest without it."""
+    return ["", "<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>"]
 
 
 def page(columns):
@@ -233,23 +240,25 @@ def page(columns):
     kinds = ("passed", "failed", "refused", "not run here", "impossible", "no test")
     lines = [INTRODUCTION]
     lines += table(
-        ["backend", *ABOUT[:1], *kinds, *ABOUT[1:]],
+        ["backend", "day", *kinds],
         [
-            [name, column.about["day"], *(str(n[kind]) for kind in kinds), *(column.about[key] for key in ABOUT[1:])]
+            [name, column.about["day"], *(str(n[kind]) for kind in kinds)]
             for (name, column), n in zip(columns.items(), counted, strict=True)
         ],
     )
     if absent := [name for name in COLUMNS if name not in columns]:
         lines += ["", f"Not run as a whole yet, and so without a column: {', '.join(absent)}."]
     lines += ["", "## Scenarios", "", *table(["scenario", *columns], [[row, *rows[row]] for row in SCENARIOS.values()])]
-    lines += ["", "## Optimizers", "", OPTIMIZERS, ""]
-    lines += table(["`optim`", *columns], [[row, *rows[row]] for row in optimizers])
+    lines += ["", "## Optimizers", "", OPTIMIZERS]
+    told = table(["`optim`", *columns], [[row, *rows[row]] for row in optimizers])
+    lines += folded(f"optimizers: {len(optimizers)}", told)
     lines += ["", "## Reasons, and tests of one backend", "", OWN]
     for name, column in columns.items():
-        lines += ["", f"### {name}", ""]
-        lines += [f"{number}. {text}" for number, text in enumerate(column.reasons, 1)]
-        if told := [[row, text] for row, text in sorted(own[name].items())]:
-            lines += ["", *table(["test", "result"], told)]
+        told = [f"- {key}: {column.about[key]}" for key in ABOUT[1:]]
+        told += ["", *(f"{number}. {text}" for number, text in enumerate(column.reasons, 1))]
+        if rest := [[row, text] for row, text in sorted(own[name].items())]:
+            told += ["", *table(["test", "result"], rest)]
+        lines += folded(f"{name}: its reasons, tests of its own, machine and libraries", told)
     return "\n".join(lines) + "\n"
 
 
