@@ -1,9 +1,11 @@
 import io
+import re
 import sys
+from functools import partial
 
 from tr_log.progress import DrawnBar
 from tr_log.screen import Screen
-from tr_log.terminal import write_at_once
+from tr_log.terminal import without_library_bars, write_at_once
 
 
 class Lost(io.StringIO):
@@ -145,3 +147,43 @@ def test_a_message_of_a_signal_handler_moves_above_the_bar(monkeypatch, clock):
     written = len(stream.getvalue())
     bar.close()
     assert "SIGINT" not in stream.getvalue()[written:]
+
+
+def test_a_long_line_is_wrapped_at_words_and_a_path_is_left_whole(monkeypatch, clock):
+    monkeypatch.setattr("tr_log.screen._window", lambda stream: (40, 24))
+    stream, path = Terminal(), "/folder" * 9
+    screen = Screen(stream, clock)
+    bar = DrawnBar(screen, "working", 10)
+    screen.write(f"\x1b[31mloading weights that are not\x1b[0m of this model, from {path}")
+    bar.close()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in stream.getvalue().splitlines()]
+    assert [line for line in lines if not line.startswith("working") and line] == [
+        "loading weights that are not of this",
+        "model, from",
+        path,
+    ]
+
+
+def test_bars_of_libraries_are_off_in_a_block_and_then_as_they_were(monkeypatch):
+    class Bars:
+        def __init__(self, *others):
+            self.is_on, self.all = True, (self, *others)
+
+        def switch(self, on):
+            for bars in self.all:
+                bars.is_on = on
+
+    hub = Bars()
+    library = Bars(hub)  # which switches those of the hub too
+    hub.are_progress_bars_disabled, library.is_progress_bar_enabled = lambda: not hub.is_on, lambda: library.is_on
+    hub.disable_progress_bars, library.disable_progress_bar = partial(hub.switch, False), partial(library.switch, False)
+    hub.enable_progress_bars, library.enable_progress_bar = partial(hub.switch, True), partial(library.switch, True)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", hub)
+    monkeypatch.setitem(sys.modules, "transformers.utils.logging", library)
+    for shown in ((True, True), (True, False), (False, True), (False, False)):
+        hub.is_on, library.is_on = shown
+        with without_library_bars():
+            assert not hub.is_on
+            assert not library.is_on
+        assert (hub.is_on, library.is_on) == shown

@@ -103,7 +103,7 @@ class Screen(Display):
             self.write(line, style)
 
     def write(self, line: str, style: str = "") -> None:
-        """Write a line above the bars, in a style of rich's; it may contain colour codes."""
+        """Write a line above the bars, in a style of rich's, wrapped at words; it may contain colour codes."""
         with self._lock:
             if self._live is None:
                 self._write_without_bars(line)
@@ -116,7 +116,9 @@ class Screen(Display):
                 if self._adapt():
                     self._live.refresh()
                 self._print_again()
-                self._live.console.print(Text.from_ansi(shown, style=style), soft_wrap=True)
+                text = Text.from_ansi(shown, style=style)
+                parts = text.divide(_breaks(text.plain, self._size[0] - 1))
+                self._live.console.print(Text("\n").join(parts), soft_wrap=True)
             except (OSError, ValueError):
                 self._give_up()
 
@@ -258,6 +260,16 @@ class Screen(Display):
     def _give_up(self) -> None:
         # The terminal is lost (a closed connection), but the training continues.
         self.close()
+
+
+def _breaks(text: str, width: int) -> list[int]:
+    """Return before which words a text is broken; one that is longer than a line, as a path, can be copied whole."""
+    breaks, begin = [], 0
+    for word in re.finditer(r"\S+", text):
+        if word.end() - begin > width and word.start() > begin:
+            begin = word.start()
+            breaks.append(begin)
+    return breaks
 
 
 _CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

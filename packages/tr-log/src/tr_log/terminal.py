@@ -157,6 +157,24 @@ class StreamRedirect(io.TextIOBase):
 
 
 @contextmanager
+def without_library_bars() -> Iterator[None]:
+    """Show no bars of transformers and huggingface_hub inside a block; HF_HUB_DISABLE_PROGRESS_BARS=0 shows them."""
+    hub: Any = sys.modules.get("huggingface_hub.utils")
+    library: Any = sys.modules.get("transformers.utils.logging")
+    if hub is None or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ:
+        yield
+        return
+    shows, library_shows = not hub.are_progress_bars_disabled(), library and library.is_progress_bar_enabled()
+    (library.disable_progress_bar if library_shows else hub.disable_progress_bars)()
+    try:
+        yield
+    finally:
+        if library_shows:
+            library.enable_progress_bar()
+        (hub.enable_progress_bars if shows else hub.disable_progress_bars)()
+
+
+@contextmanager
 def redirect_output(owner: Owner) -> Iterator[list[StreamRedirect]]:
     """Send the lines of `sys.stdout`, `sys.stderr` and the log handlers on them to `owner`.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 from tr_ckpt.errors import PushError
 from tr_ckpt.hub import snapshot
 from tr_ckpt.hub.retrying import Secret, retried
+from tr_log.terminal import without_library_bars
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class HubRepository:
         """
 
         def quietly() -> T:
-            with _without_progress_bars():
+            with without_library_bars():
                 return question(self._api)
 
         return retried(what, quietly, self._delays_s, self._secret)
@@ -225,17 +225,3 @@ def _check_name(repo_id: str) -> None:
 def _host_of_address_with_password(api: Any) -> str | None:
     address = urlsplit(api.endpoint)
     return address.hostname if address.username or address.password else None
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

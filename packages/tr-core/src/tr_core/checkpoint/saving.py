@@ -28,6 +28,7 @@ from tr_core.runtime.run_context import UseCache
 from tr_core.signatures import takes_argument
 from tr_core.state import SavedState, TrainerState
 from tr_log import get_logger
+from tr_log.terminal import without_library_bars
 
 logger = get_logger("tr_core.trainer")
 
@@ -64,7 +65,7 @@ def checkpointer_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 def save_model(model: nn.Module, state: dict[str, Any], folder: Path, save_companions: Callable[[Path], None]) -> None:
     """Write weights in safetensors, and their companion files; if that fails, what was there is unchanged."""
-    with _whole_files(folder) as beside:
+    with _whole_files(folder) as beside, without_library_bars():
         save_pretrained: Any = getattr(model, "save_pretrained", None)
         if save_pretrained is not None and takes_argument(save_pretrained, "state_dict"):
             save_pretrained(str(beside), state_dict=state)
