@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tr_log import ConfusionMatrix, Table
 from tr_log.report.command import main as report
 from tr_log.testing import ALIVE, KILLED_ONCE, checkpoint_event, end_event, start_event, time_event, write_run
 
@@ -53,6 +54,16 @@ def two_kills():
     return [*events, time_event(1040.0, 100, start=1.0, data=2.0, compute=4.0), end_event(1040.0, 100)]
 
 
+def drawings():
+    for step in (50, 100):
+        matrix = ConfusionMatrix([[step, 5, 0], [9, 30, 1], [0, 7, 20]], ["a cat", "a dog", "something else"])
+        many = ConfusionMatrix([[7 if i == j else (i + 2 * j) % 3 for j in range(25)] for i in range(25)])
+        rows = [(f"sample {i}, a text that goes on for some words", "a cat", "a dog", 0.5) for i in range(60)]
+        table = Table(["text", "label", "predicted", "score"], rows)
+        for name, drawing in (("eval_confusion", matrix), ("eval_many_classes", many), ("eval_wrong_ones", table)):
+            yield {"event": "drawing", "time_s": 1.0 + step / 20, "step": step, "name": name, **drawing.content()}
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The pages of six kinds of runs, by name."""
@@ -70,6 +81,7 @@ def pages(tmp_path_factory):
         "killed_twice": (two_kills(), entries(100, 0.02)),
         "running": ([start_event(5.0, **ALIVE), time_event(6.0, 40, compute=1.0)], entries(40)),
         "failed": ([start_event(0.0), end_event(2.0, 0, "failed", error="ValueError: no data")], []),
+        "drawn": ([start_event(0.0), *drawings(), end_event(9.0, 100)], entries(100)),
         "long": ([start_event(0.0), time_event(1e5, 100_000, compute=1e5), end_event(1e5, 100_000)], entries(100_000)),
     }
     for name, (events, logged) in runs.items():
@@ -118,7 +130,7 @@ def text_of(browser, selector):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["finished", "killed_twice", "running", "failed", "long", "three"])
+@pytest.mark.parametrize("name", ["finished", "killed_twice", "running", "failed", "drawn", "long", "three"])
 def test_the_page_shows_without_an_error_a_request_or_a_sideways_scroll(browser, pages, name, size, scheme):
     show(browser, pages[name], size, scheme)
     assert browser.get_log("browser") == []
@@ -357,6 +369,21 @@ def test_on_paper_a_dark_page_is_light(browser, pages):
     dark = browser.execute_script(colour)
     browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
     assert browser.execute_script(colour) != dark
+    assert browser.get_log("browser") == []
+
+
+def test_what_was_logged_to_be_drawn_is_that_of_the_newest_step_or_of_one_that_is_chosen(browser, pages):
+    show(browser, pages["drawn"])
+    first = "return [...document.querySelectorAll('.matrix tbody tr')[0].cells].map((cell) => cell.textContent)"
+    assert browser.execute_script(first) == ["a cat", "100", "5", "", "95 %"]
+    browser.find_element(
+        "xpath", "//select[@aria-label='Step of evaluation confusion']/option[text()='step 50']"
+    ).click()
+    assert browser.execute_script(first) == ["a cat", "50", "5", "", "91 %"]
+    precision = "return [...document.querySelectorAll('.matrix .told')[0].cells].map((cell) => cell.textContent)"
+    assert browser.execute_script(precision) == ["precision", "85 %", "71 %", "95 %", ""]
+    assert len(browser.find_elements("css selector", ".matrix.wide tbody tr")) == 25
+    assert "the first 50 of 60 rows" in text_of(browser, ".drawings")
     assert browser.get_log("browser") == []
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tr_core import Trainer, TrainerCallback
 from tr_core.evaluation.output_buffer import OutputBuffer
+from tr_log import Table
 
 
 class Ragged(nn.Module):
@@ -141,6 +142,27 @@ def test_metrics_and_events_of_an_evaluation_see_the_model_in_evaluation_mode(ma
     trainer.predict(samples(4))
     assert seen == [False] * 4
     assert model.training
+
+
+def test_what_is_logged_to_be_drawn_goes_to_callbacks_and_is_no_metric(make_trainer):
+    drawn = []
+
+    class Look(TrainerCallback):
+        def on_draw(self, args, state, control, drawings, **kwargs):
+            drawn.extend(drawings)
+
+    table = Table(["n"], [(1,)])
+    trainer = make_trainer(
+        eval_dataset=samples(4), compute_metrics=lambda prediction: {"f1": 0.5, "seen": table}, callbacks=[Look]
+    )
+    assert "eval_seen" not in trainer.evaluate()
+    assert "test_seen" not in trainer.predict(samples(4)).metrics
+    trainer.log({"texts": table})
+    trainer.log({"own": 1, "more": table})
+    assert drawn == ["eval_seen", "test_seen", "texts", "more"]
+    names = [set(entry) for entry in trainer.state.log_history]
+    assert names[0] > {"eval_f1", "eval_loss"}
+    assert names[1:] == [{"own", "epoch", "step"}]
 
 
 def test_metrics_that_fail_leave_the_model_in_training_mode_and_the_next_evaluation_works(make_trainer, model):

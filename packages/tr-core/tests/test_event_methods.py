@@ -4,7 +4,7 @@ import pytest
 
 from tr_core import TrainerCallback
 from tr_core.callback import EVENTS, CallbackList
-from tr_log import RunReport
+from tr_log import ReportFile
 
 
 def test_events_are_methods_of_the_callback_handler_too(make_trainer):
@@ -155,7 +155,7 @@ def test_a_handler_is_not_replaced_in_a_run(make_trainer):
 
 
 def test_callbacks_of_these_packages_have_every_event_and_hear_only_those_that_they_use(make_trainer):
-    handler = make_trainer(callbacks=[RunReport()], disable_tqdm=False).callback_handler
+    handler = make_trainer(callbacks=[ReportFile()], disable_tqdm=False).callback_handler
     for callback in handler.callbacks:
         for event in EVENTS:
             if event != "on_micro_batch_end":

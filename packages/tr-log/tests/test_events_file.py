@@ -2,6 +2,7 @@ import dataclasses
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -248,6 +249,25 @@ def test_a_start_tells_the_command_without_its_secrets_the_model_the_data_and_th
     EventsFile().on_train_begin(*run_of(tmp_path), None)
     assert read(tmp_path)[0]["commit"] == commit
     assert read(tmp_path)[0]["model"] == {}
+
+
+def test_a_start_tells_how_many_files_differ_from_the_commit(tmp_path, monkeypatch):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for name in ("train.py", "net.py"):
+        (repository / name).write_text("1")
+    user = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    for words in (["init", "-q"], ["add", "."], [*user, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(repository), *words], check=True)
+    monkeypatch.setattr(sys, "argv", [f"{repository}/train.py"])
+    for text, untracked, expected in (("1", "out", 0), ("2", "out", 1)):
+        (repository / "net.py").write_text(text)
+        (repository / untracked).write_text("")
+        EventsFile().on_train_begin(*run_of(tmp_path / f"run{expected}"), None)
+        assert read(tmp_path / f"run{expected}")[0]["modified"] == expected
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    EventsFile().on_train_begin(*run_of(tmp_path / "run2"), None)
+    assert read(tmp_path / "run2")[0]["modified"] is None
 
 
 def test_a_prediction_is_an_event_also_after_the_end(tmp_path):

@@ -1,6 +1,7 @@
 import math
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,6 +134,18 @@ def test_rates_are_curves_without_those_of_steps_that_were_made_again(tmp_path):
     assert not {"tokens_per_second", "memory_peak"} & set(found)
 
 
+def test_load_is_a_curve_in_per_cent(tmp_path):
+    load = {"cpu": 0.5, "cpu_of_process": 0.25, "gpu": 1.0, "ram_bytes": 2**30}
+    events = [start_event(1.0), *(time_event(1.0 + step, step) | {"load": load} for step in (1, 2)), end_event(4.0, 2)]
+    found = page_data([RunFolder.read(write_run(tmp_path, events))])["runs"][0]["curves"]
+    assert {name: found[name]["y"] for name in ("cpu", "cpu_of_process", "gpu", "ram")} == {
+        "cpu": [50.0, 50.0],
+        "cpu_of_process": [25.0, 25.0],
+        "gpu": [100.0, 100.0],
+        "ram": [1.0, 1.0],
+    }
+
+
 def test_a_page_of_100_000_steps_is_at_most_half_a_megabyte(tmp_path):
     names = ("loss", "learning_rate", "grad_norm", *(f"own_{n}" for n in range(10)))
     entries = [{"step": n, "epoch": n / 1000, **{name: n / 7 for name in names}} for n in range(100_000)]
@@ -232,6 +245,7 @@ def test_a_run_leads_with_its_results_and_says_what_ran_and_where(tmp_path):
         "hardware": {"cpu": "Fast 9", "cores": 4, "devices": ["H", "H"]},
         "command": "train.py --seed 1",
         "commit": "0123456789abcdef",
+        "modified": 2,
     }
     events = [start_event(1.0, **known), {"event": "evaluation", "time_s": 2.0, "step": 5, "samples": 500}]
     entries = [{"step": 5, "eval_loss": 0.5}, {"step": 9, "eval_loss": 0.75}, {"step": 9, "loss": 1.0}]
@@ -249,7 +263,7 @@ def test_a_run_leads_with_its_results_and_says_what_ran_and_where(tmp_path):
         ["samples", "9,000 to train on, 500 to evaluate on"],
         ["GPU", "2 x H"],
         ["processor", "Fast 9, 4 cores"],
-        ["commit", "0123456789ab"],
+        ["commit", "0123456789ab, 2 files modified"],
         ["weights from", "some/net"],
         ["command", "train.py --seed 1"],
     ]
@@ -279,6 +293,23 @@ def test_an_evaluation_or_a_prediction_after_the_training_is_on_the_page(tmp_pat
         metrics.write('{"step": 1, "eval_f1": 0.8125}\n')
     file.on_evaluate(args, state, None)
     assert '["evaluation f1","0.8125",""]' in (folder / "report.html").read_text()
+
+
+def test_where_a_page_takes_long_the_last_evaluation_is_on_it_when_the_process_ends(tmp_path, monkeypatch):
+    written, at_exit = [], []
+    run = SimpleNamespace(sessions=[])
+    monkeypatch.setattr("tr_log.report.at_end.write_report", lambda *_: written.append(1) or time.sleep(0.01) or [run])
+    monkeypatch.setattr("tr_log.report.at_end.FREE_S", 0.015)
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    file, state = ReportFile(), SimpleNamespace(is_world_process_zero=True)
+    args = SimpleNamespace(output_dir=tmp_path)
+    file.on_train_end(args, state, None)
+    for _ in range(5):
+        file.on_evaluate(args, state, None)
+    assert len(written) == 3
+    at_exit[0]()
+    at_exit[0]()
+    assert len(written) == 4
 
 
 def test_the_end_of_a_run_writes_the_page_and_a_failure_is_a_warning(tmp_path, caplog):

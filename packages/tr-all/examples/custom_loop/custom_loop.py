@@ -10,6 +10,7 @@ with the same weights, to the bit. There is no Trainer here, and each package ca
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from tr_args import ArgumentParser
 from tr_ckpt import Checkpointer, RNGState
 from tr_core import get_scheduler, set_seed
 from tr_dist import DDP
-from tr_log import MetricsFile, ProgressCallback, RunReport, configure, get_logger
+from tr_log import EventsFile, MetricsFile, ProgressCallback, ReportFile, configure, get_logger
 from tr_optim import Adafactor, parameter_groups
 
 _ABOUT = "Train a digit classifier by a loop written by hand, which each of the packages helps in one place."
@@ -145,7 +146,7 @@ class Run:
         options, state = self.options, self.state
         if (restored := self.checkpointer.restore(self.parts)) is not None:
             logger.info("going on from step %d", restored)
-        events = Events([MetricsFile(), ProgressCallback(), RunReport()], options.output_dir, state)
+        events = Events([MetricsFile(), EventsFile(), ProgressCallback(), ReportFile()], options.output_dir, state)
         loss_sum = torch.zeros((), device=self.strategy.device)
         events.fire("on_train_begin")
         try:
@@ -158,8 +159,9 @@ class Run:
                     loss_sum.zero_()
                 if state.global_step % options.save_steps == 0:
                     self.checkpointer.save(state.global_step, self.parts)
+                    events.fire("on_save")
         finally:
-            events.fire("on_train_end")
+            events.fire("on_train_end", error=sys.exception())
         return self.finish()
 
     def step(self) -> torch.Tensor:

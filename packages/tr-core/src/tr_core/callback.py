@@ -30,6 +30,7 @@ EVENTS = (
     "on_prediction_step",
     "on_save",
     "on_log",
+    "on_draw",
     "on_push_begin",
 )
 
@@ -158,6 +159,9 @@ class TrainerCallback:
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """After an entry was added to `state.log_history`, with `logs`."""
+
+    def on_draw(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """For what is logged to be drawn, with `drawings`: objects such as `tr_log.Table`, by name."""
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -21,7 +21,7 @@ _PARTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_datal
 _GIVEN = frozenset({*_PARTS, "tokenizer"})
 
 # A function that was written for transformers calls each event on every callback. It does not know these.
-_ONLY_HERE = frozenset({"on_micro_batch_end"})
+_ONLY_HERE = frozenset({"on_micro_batch_end", "on_draw"})
 
 
 class EventMethods:

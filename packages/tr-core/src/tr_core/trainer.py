@@ -149,6 +149,7 @@ from tr_core.validation import (
     unlocking_output_dir,
 )
 from tr_log import get_logger, progress_bar
+from tr_log.drawings import Drawing
 from tr_log.loggers import configure_process
 from tr_log.phases import COMPUTE, EVALUATION, START, PhaseClock, active_clock, phase, phase_clock
 from tr_log.streams import usable_streams
@@ -636,6 +637,7 @@ class Trainer(TransformersAttributes):
         loader = self.get_test_dataloader(test_dataset)
         with self._in_evaluation():
             output = self._timed_loop(loader, test_dataset, "Prediction", ignore_keys, metric_key_prefix)
+            self._draw(output.metrics)
             self.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -1307,16 +1309,28 @@ class Trainer(TransformersAttributes):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history`, and fire `on_log`.
 
+        A `tr_log.Table` or `tr_log.ConfusionMatrix` is taken out of the entry, and drawn on the page of the run.
+
         Args:
             logs: names and values; `epoch` is added, and `num_input_tokens_seen` if tokens are counted.
             start_time: accepted for overrides that pass it on.
         """
+        if self._draw(logs) and not logs:
+            return
         self.stamp(logs)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
 
+    def _draw(self, logs: dict[str, Any]) -> bool:
+        """Take what is to be drawn out of an entry, send it to the callbacks, and return whether there was any."""
+        drawings = {name: logs.pop(name) for name, value in [*logs.items()] if isinstance(value, Drawing)}
+        if drawings:
+            self.fire("on_draw", drawings=drawings)
+        return bool(drawings)
+
     def log_result(self, metrics: dict[str, Any]) -> None:
         """Log the metrics of an evaluation or a run, and add to them what an override of `log` adds to the entry."""
+        self._draw(metrics)
         entries = self.state.log_history
         number = len(entries)
         self.log(metrics)

@@ -1,5 +1,6 @@
 """Node-aware logging, progress display and metric sinks for training jobs, without torch."""
 
+from tr_log.drawings import ConfusionMatrix, Table
 from tr_log.events_file import EventsFile
 from tr_log.loggers import (
     capture_warnings,
@@ -16,19 +17,19 @@ from tr_log.mlflow_tracker import MLflowTracker
 from tr_log.progress import progress, progress_bar
 from tr_log.progress_callback import PrinterCallback, ProgressCallback
 from tr_log.report.at_end import ReportFile
-from tr_log.run_report import RunReport
 from tr_log.tensorboard_tracker import TensorBoardTracker
 from tr_log.tracker import Tracker
 from tr_log.wandb_tracker import WandbTracker
 
 __all__ = [
+    "ConfusionMatrix",
     "EventsFile",
     "MLflowTracker",
     "MetricsFile",
     "PrinterCallback",
     "ProgressCallback",
     "ReportFile",
-    "RunReport",
+    "Table",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",

@@ -7,16 +7,21 @@ import os
 import platform
 import shlex
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tr_log.drawings import Drawing
 from tr_log.formatting import printable, to_json, to_scalar
 from tr_log.line_file import LineFile
 from tr_log.loggers import get_logger
+from tr_log.machine_load import MachineLoad
 from tr_log.masking import MASK, is_secret, mask_secrets, mask_words
 from tr_log.phases import COMPUTE, active_clock
 from tr_log.tracker import EveryEvent, settings
@@ -26,6 +31,7 @@ logger = get_logger(__name__)
 EVENTS_FILE = "events.jsonl"
 LONGEST_TEXT = 2000
 MOST_WARNINGS = 200
+MOST_DRAWINGS = 50  # of a name; of those after it, fewer and fewer
 SHORTEST_SECRET = 6  # a shorter one would be replaced inside ordinary words
 _PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "peft", "trl", "numpy", "safetensors")
 _OWN = ("tr_args", "tr_log", "tr_core", "tr_ckpt", "tr_optim", "tr_dist")
@@ -35,12 +41,12 @@ class EventsFile(EveryEvent):
     """A trainer callback that writes one strict-JSON object a line, on the main process.
 
     Each object has `event` and `time_s`, seconds since 1970. Events are `start` (of a call of `train`: what runs where,
-    by which command and commit, the model, with which arguments, set where), `time` (the step, and the seconds of each
-    phase since the last one), `rates` (at each log, the figures of `tr_log.phases.PhaseClock.rates`), `updates` (how
-    many were skipped, or not finite, since the last log), `evaluation`, `checkpoint`, `warning`, `profile` (what a
-    recording of some steps found), `end`, and `prediction` (its metrics, also of one after the end). A resumed run
-    appends; nothing is removed, so that time spent twice shows. A new run keeps the file of an earlier one as
-    `events-1.jsonl`.
+    by which command and commit, the model, with which arguments, set where), `time` (the step, and since the last one
+    the seconds of each phase, and how busy the machine was), `rates` (at each log, the figures of
+    `tr_log.phases.PhaseClock.rates`), `updates` (how many were skipped, or not finite, since the last log),
+    `evaluation`, `checkpoint`, `warning`, `profile` (what a recording of some steps found), `end`, and, also after the
+    end, `drawing` (a matrix or a table that was logged) and `prediction` (its metrics). A resumed run appends; nothing
+    is removed, so that time spent twice shows. A new run keeps the file of an earlier one as `events-1.jsonl`.
 
     A `time` event is written a quarter of a second after the last one at the soonest, in a long run later: after a kill
     the last one tells when the run was alive.
@@ -54,6 +60,9 @@ class EventsFile(EveryEvent):
         self._rates: dict[str, float] = {}  # as they were written last
         self._warnings: _Warnings | None = None
         self._secrets: list[str] = []
+        self._load = MachineLoad()
+        self._drawn: dict[str, int] = {}
+        self._left_out: dict[str, dict[str, Any]] = {}  # the newest drawings, if they are not in the file
 
     @classmethod
     def from_arguments(cls, args: Any) -> EventsFile:
@@ -74,12 +83,12 @@ class EventsFile(EveryEvent):
                 self._file.set_aside()
             except OSError as error:
                 self._file.report(error)
-        self._began_s = time.perf_counter()
+        self._began_s, self._load = time.perf_counter(), MachineLoad()
         clock, spent = active_clock(), {}
         if clock is not None:
             clock.switch(COMPUTE)
             spent = clock.take()
-            clock.on_due, clock.on_event, clock.on_close = self._write_time, self._write_now, self._close
+            clock.on_due, clock.on_event, clock.on_close = self._write_time, self._write_late, self._close
         self._secrets = _secrets(args)
         command = self._shown(printable(shlex.join(mask_words(sys.argv))))
         known = {"command": command, "model": _model(model), "train_samples": _samples(train_dataloader)}
@@ -108,11 +117,25 @@ class EventsFile(EveryEvent):
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Write `prediction`, also after the training of this object has ended."""
-        if self._path is not None:
-            numbers = {name: to_scalar(item) for name, item in (metrics or {}).items()}
-            event = {"event": "prediction", "time_s": round(time.time(), 6), "step": state.global_step}
-            numbers = {name: item for name, item in numbers.items() if isinstance(item, int | float)}
-            (self._file or LineFile(self._path)).append(to_json({**event, "metrics": numbers}))
+        numbers = {name: to_scalar(item) for name, item in (metrics or {}).items()}
+        numbers = {name: item for name, item in numbers.items() if isinstance(item, int | float)}
+        self._write_late("prediction", step=state.global_step, metrics=numbers)
+
+    def on_draw(
+        self, args: Any, state: Any, control: Any, drawings: Mapping[str, Drawing] | None = None, **kwargs: Any
+    ) -> None:
+        """Write `drawing` for each, also after the training of this object has ended.
+
+        Of very many of one name, the file has fewer and fewer, and the last one.
+        """
+        for name, drawing in (drawings or {}).items():
+            number = self._drawn[name] = self._drawn.get(name, 0) + 1
+            event: dict[str, Any] = {"step": state.global_step, "name": name, **drawing.content()}
+            if self._file is not None and number % (1 + number // MOST_DRAWINGS):
+                self._left_out[name] = {"time_s": time.time(), **event}
+            else:
+                self._left_out.pop(name, None)
+                self._write_late("drawing", **event)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write `checkpoint`, with the time before it: what follows is lost if the run resumes from here."""
@@ -128,6 +151,8 @@ class EventsFile(EveryEvent):
             return
         self._write_rates(state.global_step)
         self._write_time(state.global_step)
+        for drawing in self._left_out.values():
+            self._write("drawing", **drawing)
         status = "failed" if error is not None else "finished" if state.global_step >= state.max_steps else "stopped"
         if isinstance(error, KeyboardInterrupt | SystemExit):
             status = "stopped"
@@ -169,7 +194,9 @@ class EventsFile(EveryEvent):
         if spent is None:
             spent = {} if clock is None else clock.take()
         phases = {name: round(seconds, 6) for name, seconds in spent.items()}
-        more = {"measures_exchange": True} if clock is not None and clock.knows_exchange else {}
+        more: dict[str, Any] = {"measures_exchange": True} if clock is not None and clock.knows_exchange else {}
+        if load := self._load.read():
+            more["load"] = load
         self._write("time", time.time(), step=step, phases=phases, **more)
         now = time.perf_counter()
         # A thousandth of the time so far: a day writes 7,000 lines, and no kill hides more than that share.
@@ -177,12 +204,15 @@ class EventsFile(EveryEvent):
         if clock is not None:
             clock.due_s = self._due_s
 
-    def _write_now(self, event: str, **more: Any) -> None:
-        self._write(event, time.time(), **more)
-
     def _write(self, event: str, time_s: float, **more: Any) -> None:
         if self._file is not None:
-            self._file.append(to_json({"event": event, "time_s": round(time_s, 6), **more}))
+            self._write_late(event, time_s, **more)
+
+    def _write_late(self, event: str, time_s: float | None = None, **more: Any) -> None:
+        """Add a line, also to the file of a training that has ended."""
+        if self._path is not None:
+            line = {"event": event, "time_s": round(time_s or time.time(), 6), **more}
+            (self._file or LineFile(self._path)).append(to_json(line))
 
 
 class _Warnings(logging.Handler):
@@ -223,7 +253,8 @@ def _description(args: Any, state: Any) -> dict[str, Any]:
         "host": socket.gethostname(),
         "world_size": getattr(args, "world_size", 1),
         "script": printable(sys.argv[0]),
-        "commit": _commit(Path(sys.argv[0]).absolute().parent),
+        "commit": (commit := _commit(folder := Path(sys.argv[0]).absolute().parent)),
+        "modified": _modified(folder) if commit else None,
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
         "arguments": settings(args),
@@ -277,6 +308,14 @@ def _commit(folder: Path) -> str | None:
         return next((line.split()[0] for line in packed if line.endswith(f" {ref}")), None)
     except (OSError, ValueError):
         return None
+
+
+def _modified(folder: Path) -> int | None:
+    """Return how many files of a git repository differ from its commit, untracked ones aside; None if git says none."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
+    with suppress(OSError, subprocess.SubprocessError):  # no git, one that refuses, or a repository that takes long
+        return len(subprocess.run(command, capture_output=True, check=True, timeout=2.0).stdout.splitlines())
+    return None
 
 
 def _model(model: Any) -> dict[str, Any]:

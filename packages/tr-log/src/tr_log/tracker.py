@@ -28,7 +28,7 @@ class EveryEvent:
 
     on_init_end = on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = no_event
     on_step_begin = on_substep_end = on_pre_optimizer_step = on_optimizer_step = on_step_end = no_event
-    on_evaluate = on_predict = on_prediction_step = on_save = on_log = on_push_begin = no_event
+    on_evaluate = on_predict = on_prediction_step = on_save = on_log = on_draw = on_push_begin = no_event
 
 
 class Tracker(EveryEvent, ABC):

@@ -18,8 +18,12 @@ RATES = {
     "mfu": ("mfu", 100.0),
     "memory_bytes": ("memory", 2.0**-30),
     "memory_peak_bytes": ("memory_peak", 2.0**-30),
+    "cpu": ("cpu", 100.0),
+    "cpu_of_process": ("cpu_of_process", 100.0),
+    "gpu": ("gpu", 100.0),
+    "ram_bytes": ("ram", 2.0**-30),
 }
-"""Figures of throughput: the curve of each, and its unit in that of the events."""
+"""Figures of throughput and load: the curve of each, and its unit in that of the events."""
 WORDS = {
     "grad_norm": ("gradient norm", ""),
     "learning_rate": ("learning rate", ""),
@@ -30,6 +34,10 @@ WORDS = {
     "mfu": ("MFU", "% of the devices' peak"),
     "memory": ("memory", "GiB"),
     "memory_peak": ("memory at its peak", "GiB"),
+    "cpu": ("processor busy", "% of all processors"),
+    "cpu_of_process": ("main process alone", "% of all processors"),
+    "gpu": ("GPU busy", "% of the time"),
+    "ram": ("memory of the machine", "GiB"),
 }
 """What a curve is called, and its unit, of those whose name does not say it."""
 OF = {"eval_": "evaluation ", "test_": "prediction ", "predict_": "prediction "}
@@ -75,7 +83,7 @@ def words_of(name: str) -> tuple[str, str]:
 
 
 def rate_curves(rates: Sequence[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the curves of throughput and memory: operations in 10^12, MFU in per cent, memory in GiB."""
+    """Return the curves of throughput, memory and load: operations in 10^12, shares in per cent, memory in GiB."""
     scaled = [
         {"step": rate["step"]}
         | {curve: rate[name] * unit for name, (curve, unit) in RATES.items() if isinstance(rate.get(name), int | float)}

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,9 @@ MOST_NUMBERS = 25_000
 MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
 MOST_MARKS, MOST_FILES = 400, 60
 """Marks of each kind of all sessions together, and files of a run."""
+MOST_DRAWN = 60_000
+"""Characters of all matrices and tables of a page together."""
+_KNOWN_OF_DRAWING = ("event", "time_s", "name")
 MOST_WARNINGS, LONGEST_WARNING, MOST_PROFILES = 100, 400, 10
 _COLUMNS = {
     "name": "operator",
@@ -73,6 +77,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     texts, marks = words(sessions), max(MOST_MARKS // max(len(sessions), 1), 4)
     columns, rows = run_table(runs) if len(runs) > 1 else ([], [[] for _ in runs])
     shared, arguments = _shared([_arguments(run) for run in runs])
+    drawings = _drawings(runs)
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
@@ -80,6 +85,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
             | {"curves": {key: _drawn(curve, most) for key, curve in found[n].items()}, "objective": _drawn_small(run)}
             | {"row": rows[n], "arguments": arguments[n]}
             | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
+            | {"drawings": drawings[n]}
             for n, run in enumerate(runs)
         ],
         "columns": columns,
@@ -155,11 +161,19 @@ def _circumstances(session: Session) -> list[list[str]]:
         "GPU": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
         "processor": ", ".join(text for text in (str(hardware.get("cpu") or ""), cores) if text),
         "processes": str(info["world_size"]) if info.get("world_size", 1) != 1 else "",
-        "commit": str(info.get("commit") or "")[:12],
+        "commit": _commit(info),
         "weights from": str(model.get("source") or ""),
         "command": str(info.get("command") or ""),
     }
     return [[name, text] for name, text in rows.items() if text]
+
+
+def _commit(info: Mapping[str, Any]) -> str:
+    """Return the commit, and how many files differ from it as far as that is known."""
+    commit, modified = str(info.get("commit") or "")[:12], info.get("modified")
+    if not commit or not isinstance(modified, int):
+        return commit
+    return f"{commit}, " + (f"{modified} {'files' if modified > 1 else 'file'} modified" if modified else "clean")
 
 
 def _elapsed(sessions: Sequence[Session]) -> list[tuple[float, float]]:
@@ -315,6 +329,27 @@ def _profiles(run: RunFolder, place: Path | None) -> list[dict[str, Any]]:
             }
         )
     return made
+
+
+def _drawings(runs: Sequence[RunFolder]) -> list[list[dict[str, Any]]]:
+    """Return of each run its matrices and tables by name, the newest first; older ones while there is room."""
+    found: list[dict[str, list[dict[str, Any]]]] = [{} for _ in runs]
+    by_age: list[tuple[int, int, str, dict[str, Any]]] = []
+    for number, run in enumerate(runs):
+        ages: Counter[str] = Counter()
+        for drawing in reversed(run.drawings):
+            name = str(drawing.get("name"))
+            by_age.append((ages[name], number, name, drawing))
+            found[number][name] = []
+            ages[name] += 1
+    room = MOST_DRAWN
+    for _, number, name, drawing in sorted(by_age, key=lambda each: each[0]):
+        if (room := room - len(json.dumps(drawing))) < 0:
+            break
+        found[number][name].append({key: value for key, value in drawing.items() if key not in _KNOWN_OF_DRAWING})
+    return [
+        [{"title": words_of(name)[0], "drawn": drawn} for name, drawn in sorted(of_run.items())] for of_run in found
+    ]
 
 
 def _cell(column: str, value: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +39,9 @@ class Session:
         marks: evaluations, checkpoints and warnings, as they are in the file.
         ended: how it said that it ended: `finished`, `stopped` or `failed`; empty if it did not.
         error: what ended it; empty without an error.
-        rates: throughput at each log, as it is in the file.
+        rates: throughput at each log, as it is in the file, and how busy the machine was.
         predictions: the metrics of each prediction, also of those after its end.
+        drawings: matrices and tables, also of those after its end.
         measures_exchange: whether the time of exchanging gradients is that of exchange; else it is part of computing.
         is_last: no later one began.
         longest_silence_s: seconds between two events, at most.
@@ -55,6 +56,7 @@ class Session:
     error: str = ""
     rates: list[dict[str, Any]] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
+    drawings: list[dict[str, Any]] = field(default_factory=list)
     measures_exchange: bool = False
     is_last: bool = True
     longest_silence_s: float = 0.0
@@ -145,12 +147,20 @@ class RunFolder:
 
     @property
     def rates(self) -> list[dict[str, Any]]:
-        """Throughput at each log, without that of steps that a later session made again."""
+        """Throughput at each log, and load, without those of steps that a later session made again."""
+        return self._kept(lambda session: session.rates)
+
+    @property
+    def drawings(self) -> list[dict[str, Any]]:
+        """Matrices and tables, without those of steps that a later session made again."""
+        return self._kept(lambda session: session.drawings)
+
+    def _kept(self, of: Callable[[Session], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         kept: list[dict[str, Any]] = []
         for session in self.sessions:
             while kept and kept[-1]["step"] > session.first_step:
                 kept.pop()
-            kept += session.rates
+            kept += of(session)
         return kept
 
     @property
@@ -216,6 +226,9 @@ def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> Non
         metrics = event.get("metrics")
         session.predictions += [_numbers(metrics)] if isinstance(metrics, dict) else []
         return
+    if kind == "drawing":
+        session.drawings += [event] if isinstance(event.get("step"), int) else []
+        return
     session.longest_silence_s = max(session.longest_silence_s, when - session.end_s)
     session.end_s = max(session.end_s, when)
     if isinstance(step := event.get("step"), int):
@@ -225,6 +238,8 @@ def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> Non
         phases = event.get("phases")
         known = phases if isinstance(phases, dict) else {}
         session.times.append((when, session.step, {k: v for k, v in known.items() if isinstance(v, int | float)}))
+        if isinstance(load := event.get("load"), dict):
+            session.rates.append({**load, "step": session.step})
     elif kind == "rates":
         if isinstance(step, int):
             session.rates.append(event)

@@ -15,7 +15,8 @@ const MARKS = {
   updates: { word: "skipped or not finite", colour: "#d55e00", shape: "M0,-5 L5,4 H-5 Z" },
 };
 const GROUPS = [
-  ["Speed and memory", /(^|_)(samples|tokens|steps)_per_second$|^(teraflops|mfu|memory|memory_peak)$/],
+  ["Machine", /^(memory|memory_peak|ram|cpu|cpu_of_process|gpu)$/],
+  ["Speed", /(^|_)(samples|tokens|steps)_per_second$|^(teraflops|mfu)$/],
   ["Evaluation", /^(eval|test|predict)_/],
   ["Training", /./],
 ];
@@ -31,6 +32,7 @@ let order = null;  // of the table: a column, and whether it falls
 let detailed = "";  // path of the run whose details are shown
 let rows = [];  // of the table: runs by number, as they are ordered, and the group of each
 const overlaid = new Map();  // name of a curve: that of another one drawn with it
+const stepOf = new Map();  // run and title of what is drawn: the step that a reader chose
 const unfolded = new Map();  // titles of parts, with the run: whether a reader left it open
 const plots = new Map();
 const byId = (id) => document.getElementById(id);
@@ -404,8 +406,10 @@ function groupOf(name) {
 
 function showCurves() {
   const section = byId("curves"), all = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))];
-  const names = all.filter((name) => name !== "memory_peak" || !all.includes("memory"));
-  for (const [name, other] of [["loss", "eval_loss"], ["memory", "memory_peak"]]) {
+  const pairs = [["memory", "memory_peak"], ["cpu", "cpu_of_process"]];
+  const isBeside = (name) => pairs.some(([first, second]) => second === name && all.includes(first)) || (name === "ram" && several());
+  const names = all.filter((name) => !isBeside(name));
+  for (const [name, other] of [["loss", "eval_loss"], ...pairs]) {
     if (!several() && all.includes(name) && all.includes(other) && !overlaid.has(name)) overlaid.set(name, other);
   }
   const known = [...plots.keys()].sort().join("\n") === [...names].sort().join("\n") && names.length > 0;
@@ -654,8 +658,10 @@ function showDetails() {
     choice.addEventListener("change", () => { detailed = choice.value; showDetails(); });
     section.append(element("h2", {}, "Details of ", choice));
     if (isFocused) choice.focus();
+    if (run.drawings.length) section.append(folded(run, "Predictions", drawingsOf(run)));
     if (run.sessions.length) section.append(folded(run, "Where the time went", element("div", {}, timeline(run), splitOf(run))));
   } else if (run?.sessions.length) {
+    if (run.drawings.length) section.append(element("h2", {}, "Predictions"), drawingsOf(run));
     section.append(element("h2", {}, "Where the time went"), timeline(run), splitOf(run));
   }
   showTables(run);
@@ -739,14 +745,14 @@ function timeline(run) {
   return element("div", { class: "when" }, picture, ends, key, folded(run, `What happened when (${rows.length})`, table(rows, ["time", "event"])));
 }
 
-function table(rows, heads) {
+function table(rows, heads, most = 20) {
   const made = element("table"), body = element("tbody");
   if (heads) made.append(element("thead", {}, element("tr", {}, ...heads.map((text) => element("th", { scope: "col" }, text)))));
   for (const [first, ...rest] of rows) {
     body.append(element("tr", {}, element("th", { scope: "row" }, String(first)), ...rest.map((cell) => element("td", {}, String(cell)))));
   }
   made.append(body);
-  return element("div", { class: rows.length > 20 ? "scroll tall" : "scroll", ...(rows.length > 20 ? { tabindex: "0" } : {}) }, made);
+  return element("div", { class: rows.length > most ? "scroll tall" : "scroll", ...(rows.length > most ? { tabindex: "0" } : {}) }, made);
 }
 
 function showTables(run) {
@@ -764,6 +770,54 @@ function showTables(run) {
   if (machine.length) section.append(folded(run, "Machine and versions", table(machine)));
   if (run.files.length) section.append(folded(run, `Files (${run.files.length})`, links(run.files)));
   section.append(element("p", { class: "empty" }, run.path));
+}
+
+// What was logged to be drawn, of the newest step, or of one that is chosen.
+function drawingsOf(run) {
+  return element("div", { class: "drawings" }, ...run.drawings.map(({ title, drawn }) => {
+    const key = `${title} ${run.path}`, place = element("div"), choice = element("select", { "aria-label": `Step of ${title}` });
+    choice.append(...drawn.map(({ step }, i) => element("option", { value: i }, `step ${step}`)));
+    choice.value = Math.max(drawn.findIndex(({ step }) => step === stepOf.get(key)), 0);
+    const show = () => {
+      const one = drawn[choice.value];
+      place.replaceChildren(...(one.kind === "matrix" ? matrixOf(one) : samplesOf(one)));
+    };
+    choice.addEventListener("change", () => { stepOf.set(key, drawn[choice.value].step); show(); });
+    if (drawn.length) show(); else place.append("There is no room for it on this page; events.jsonl has it.");
+    const of = drawn.length > 1 ? choice : element("small", {}, drawn.length ? `step ${drawn[0].step}` : "");
+    return element("figure", {}, element("figcaption", {}, element("span", {}, title), of), place);
+  }));
+}
+
+const noted = (text) => element("p", { class: "empty" }, text);
+
+function samplesOf({ columns, rows, of }) {
+  const made = table(rows, columns, 12);
+  for (const cell of made.querySelectorAll("tbody *")) cell.classList.toggle("long", cell.textContent.length > 40);
+  return [made, of > rows.length ? noted(`the first ${rows.length} of ${of} rows`) : ""];
+}
+
+// A row for each true class: what is right in blue, what is wrong in red, the stronger the greater its share of the row;
+// a wrong one is seen from a small share on.
+function matrixOf({ names, counts }) {
+  const wide = names.length > 15, kind = wide ? "matrix upright wide" : names.length > 5 ? "matrix upright" : "matrix", share = (part, whole) => (whole ? `${(100 * part / whole).toFixed(0)} %` : "");
+  const sum = (values) => values.reduce((all, value) => all + value, 0), columns = names.map((_, i) => sum(counts.map((row) => row[i])));
+  const head = (text, scope) => element("th", { scope, title: text }, element("span", {}, text));
+  const body = element("tbody");
+  counts.forEach((row, i) => {
+    const all = sum(row), cells = row.map((count, j) => {
+      const part = all ? count / all : 0, strength = i === j ? part : Math.sqrt(part), colour = i === j ? "0, 114, 178" : "176, 74, 0";
+      const words = `${names[i]}, predicted as ${names[j]}: ${count}, ${share(count, all)} of ${names[i]}`;
+      const style = `background-color: rgba(${colour}, ${strength.toFixed(3)})${strength > 0.55 ? "; color: #fff" : ""}`;
+      return element("td", { style, title: words, ...(wide ? { "aria-label": words } : {}) }, wide || !count ? "" : number(count, 4));
+    });
+    body.append(element("tr", {}, head(names[i], "row"), ...cells, element("td", {}, share(row[i], all))));
+  });
+  const precision = columns.map((all, i) => element("td", {}, share(counts[i][i], all)));
+  if (!wide) body.append(element("tr", { class: "told" }, head("precision", "row"), ...precision, element("td")));
+  const heads = element("tr", {}, element("td"), ...names.map((name) => head(name, "col")), head("recall", "col"));
+  const made = element("table", { class: kind }, element("thead", {}, heads), body);
+  return [element("div", { class: "scroll", tabindex: "0" }, made), noted("a row for each true class, a column for each predicted one")];
 }
 
 function links(files) {
