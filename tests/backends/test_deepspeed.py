@@ -70,6 +70,8 @@ def train(folder, deepspeed, stop_at=None, resume=None, **options):
     names = ("loss", "grad_norm", "learning_rate")
     history = [[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry]
     weights = {k: v.float().clone() for k, v in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
+    if weights:  # on rank 0
+        assert trainer.get_num_trainable_parameters() == sum(weight.numel() for weight in weights.values())
     trainer.save_model(f"{folder}/out")
     trainer.strategy.close()
     return history, weights

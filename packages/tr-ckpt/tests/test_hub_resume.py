@@ -55,6 +55,16 @@ def test_a_fresh_machine_goes_on_from_the_last_checkpoint(hub, tmp_path):
     assert reading(hub, tmp_path / "fresh", repo_id="run").restore(into, "hub") == 2  # whose it is, the token says
 
 
+def test_a_download_is_progress_for_a_watch_of_hangs_file_by_file_at_the_least(hub, tmp_path, monkeypatch):
+    pushed(hub, tmp_path / "out")
+    into, counted = tmp_path / "into", []
+    commit = resume.commit_of(reading(hub, tmp_path / "fresh")._hub())
+    monkeypatch.setattr(resume.slow_work, "advance", lambda: counted.append(1))
+    listed_files = commit.below("last-checkpoint")
+    commit.download("last-checkpoint", listed_files, into)
+    assert len(counted) > 1  # one for all files would be none while a large one comes
+
+
 def test_the_repository_and_its_branch_are_those_of_the_arguments(hub, tmp_path):
     pushed(hub, tmp_path / "out", revision="exp/1", private=True)
     args = SimpleNamespace(

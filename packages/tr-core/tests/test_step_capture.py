@@ -1,6 +1,7 @@
 """Captured steps: the bits of ordinary ones, whatever changes meanwhile, and words where a step cannot be captured."""
 
 import copy
+import itertools
 import logging
 import random
 import re
@@ -620,6 +621,24 @@ def test_the_update_of_an_optimizer_that_keeps_numbers_is_an_ordinary_one(both, 
 
     assert_same(both(optimizer_cls_and_kwargs=(build, {"lr": 0.1})))
     assert "the update of Counting is an ordinary one: its state holds 'n', which are not tensors" in caplog.text
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["written anew", "changed"])
+def test_the_update_of_an_optimizer_whose_step_changes_a_setting_is_an_ordinary_one(is_changed, both, caplog):
+    def build(groups, **options):
+        calls = itertools.count()
+
+        class Setting(torch.optim.AdamW):
+            def step(self, closure=None):
+                number = next(calls) if is_changed else 0
+                for group in self.param_groups:
+                    group["history"] = [1] * (1 + (number > 0))  # the first step is not captured
+                return super().step(closure)
+
+        return Setting([{**group, "history": [1]} for group in groups], fused=True, **options)
+
+    assert_same(both(optimizer_cls_and_kwargs=(build, {"lr": 0.1})))
+    assert ("the update of Setting is an ordinary one: its step changes history" in caplog.text) is is_changed
 
 
 def test_the_update_of_an_optimizer_that_changes_itself_is_an_ordinary_one(both, caplog):

@@ -230,13 +230,17 @@ def test_a_start_tells_the_command_without_its_secrets_the_model_the_data_and_th
     (repository / ".git/refs/heads/main").write_text(commit + "\n")
     words = [f"{repository}/train.py", "--seed", "1", "--hub_token", "topsecret", "--api_key=topsecret", "a b"]
     monkeypatch.setattr(sys, "argv", words)
-    parameters = [SimpleNamespace(numel=lambda n=n: n, requires_grad=n > 5) for n in (4, 6)]
+    parameters = [
+        SimpleNamespace(numel=lambda: 4, requires_grad=False),
+        SimpleNamespace(numel=lambda: 0, ds_numel=6, requires_grad=True),  # other ranks hold it, under DeepSpeed
+        SimpleNamespace(numel=lambda: 4, quant_state=SimpleNamespace(shape=(2, 4)), requires_grad=False),  # in 4 bits
+    ]
     model = SimpleNamespace(parameters=lambda: parameters, config=SimpleNamespace(_name_or_path="some/net"))
     file = EventsFile()
     file.on_train_begin(*run_of(tmp_path), None, model=model, train_dataloader=SimpleNamespace(dataset=[0] * 7))
     start = read(tmp_path)[0]
     assert start["command"] == f"{repository}/train.py --seed 1 --hub_token '***' '--api_key=***' 'a b'"
-    assert start["model"] == {"class": "SimpleNamespace", "source": "some/net", "parameters": 10, "trained": 6}
+    assert start["model"] == {"class": "SimpleNamespace", "source": "some/net", "parameters": 18, "trained": 6}
     assert (start["train_samples"], start["commit"]) == (7, commit)
     (repository / ".git/refs/heads/main").unlink()  # as `git gc` does
     (repository / ".git/packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")

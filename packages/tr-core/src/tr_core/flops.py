@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from tr_core.model_io import main_input_name
+from tr_log.events_file import whole_size
 
 
 class ModelFacts(NamedTuple):
@@ -70,7 +71,7 @@ def look_at(model: nn.Module) -> ModelFacts:
                 sizes[parameter.dtype] += parameter.numel()
             if not is_table and id(parameter) not in seen:
                 seen.add(id(parameter))
-                totals[is_targets] += factor * _size(parameter) * (1 + parameter.requires_grad + needs_gradient)
+                totals[is_targets] += factor * whole_size(parameter) * (1 + parameter.requires_grad + needs_gradient)
         needs_gradient = needs_gradient or any(parameter.requires_grad for parameter in own)
     most = max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
     per_position, per_target = totals if is_known and any(totals) else (None, 0.0)
@@ -91,14 +92,6 @@ def _encoder(model: nn.Module) -> str | None:
     get = getattr(model, "get_encoder", None) if has_targets(model) else None
     encoder = get() if callable(get) else None
     return next((name for name, module in model.named_modules() if module is encoder), None)
-
-
-def _size(parameter: torch.Tensor) -> int:
-    """Return the number of a parameter's elements: of all ranks if it is sharded, unpacked if it is quantized."""
-    packed = getattr(getattr(parameter, "quant_state", None), "shape", None)  # bitsandbytes' 4 bits
-    if packed is not None:
-        return int(torch.Size(packed).numel())
-    return int(getattr(parameter, "ds_numel", None) or parameter.numel())  # DeepSpeed's third stage
 
 
 def _share_of_experts(config: Any) -> float:
@@ -135,6 +128,35 @@ def num_positions(inputs: Any, name: str) -> int:
     if isinstance(main, torch.Tensor) and not main.is_floating_point():
         return main.numel()
     return vectors.numel() // max(vectors.shape[-1], 1) if isinstance(vectors, torch.Tensor) and vectors.dim() else 0
+
+
+class FlopCounter:
+    """Count 6 operations per parameter and input element: two for the forward, four for the backward.
+
+    Embeddings do not count. A model without a number of parameters and a main input (`num_parameters`,
+    `main_input_name`) counts as 0.
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._input_name: str | None = getattr(model, "main_input_name", None)
+        count = getattr(model, "num_parameters", None)
+        # Counted once: a walk over the parameters in every micro-batch costs milliseconds.
+        is_known = self._input_name is not None and callable(count)
+        self._per_element: int = 6 * cast("Callable[..., int]", count)(exclude_embeddings=True) if is_known else 0
+
+    @property
+    def knows(self) -> bool:
+        """Whether the model has what is needed to count."""
+        return self._per_element > 0
+
+    def count(self, inputs: Any) -> int:
+        """Return the operations for forward and backward of one batch, from shapes only."""
+        if not self._per_element or self._input_name not in inputs:
+            return 0
+        main = inputs[self._input_name]
+        return self._per_element * main.numel() if isinstance(main, torch.Tensor) else 0
 
 
 # Peaks of devices

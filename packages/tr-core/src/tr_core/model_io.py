@@ -172,32 +172,3 @@ def accepts_count(model: nn.Module) -> bool:
 def ignores_targets(model: nn.Module) -> bool:
     """Whether a model leaves labels of -100 out of its loss: all with a `loss_function`, those of transformers, do."""
     return "loss_function" in dir(type(model))
-
-
-class FlopCounter:
-    """Count 6 operations per parameter and input element: two for the forward, four for the backward.
-
-    Embeddings do not count. A model without a number of parameters and a main input (`num_parameters`,
-    `main_input_name`) counts as 0.
-
-    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._input_name: str | None = getattr(model, "main_input_name", None)
-        count = getattr(model, "num_parameters", None)
-        # Counted once: a walk over the parameters in every micro-batch costs milliseconds.
-        is_known = self._input_name is not None and callable(count)
-        self._per_element: int = 6 * cast("Callable[..., int]", count)(exclude_embeddings=True) if is_known else 0
-
-    @property
-    def knows(self) -> bool:
-        """Whether the model has what is needed to count."""
-        return self._per_element > 0
-
-    def count(self, inputs: Any) -> int:
-        """Return the operations for forward and backward of one batch, from shapes only."""
-        if not self._per_element or self._input_name not in inputs:
-            return 0
-        main = inputs[self._input_name]
-        return self._per_element * main.numel() if isinstance(main, torch.Tensor) else 0

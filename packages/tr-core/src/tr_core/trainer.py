@@ -73,6 +73,7 @@ from tr_core.evaluation.evaluation_loop import (
 )
 from tr_core.evaluation.gather import gather_tree, map_objects, map_tensors
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetric, is_streaming
+from tr_core.flops import FlopCounter
 from tr_core.label_smoothing import LabelSmoother
 from tr_core.log_window import store_counts
 from tr_core.loop import evaluate_and_report, log_evaluate_save, run_epochs
@@ -81,7 +82,6 @@ from tr_core.metric_means import MetricWindow
 from tr_core.model import is_left_in_place, place_on_device
 from tr_core.model_card import CardDetails, TrainedRun, Words, write_model_card
 from tr_core.model_io import (
-    FlopCounter,
     base_model,
     batch_size_of,
     can_return_loss,
@@ -150,6 +150,7 @@ from tr_core.validation import (
 )
 from tr_log import get_logger, progress_bar
 from tr_log.drawings import Drawing
+from tr_log.events_file import whole_size
 from tr_log.loggers import configure_process
 from tr_log.phases import COMPUTE, EVALUATION, START, PhaseClock, active_clock, phase, phase_clock
 from tr_log.streams import usable_streams
@@ -1638,8 +1639,8 @@ class Trainer(TransformersAttributes):
         return decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
-        """Count the trainable weights: the numbers that training changes."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        """Count the trainable weights, of all ranks where they are sharded: the numbers that training changes."""
+        return sum(whole_size(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of one optimizer step: micro-batch, times accumulation, times processes."""

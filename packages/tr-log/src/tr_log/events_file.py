@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import shlex
@@ -318,14 +319,18 @@ def _modified(folder: Path) -> int | None:
     return None
 
 
+def whole_size(parameter: Any) -> int:
+    """Return the number of a parameter's elements: of all ranks if it is sharded, unpacked if it is quantized."""
+    packed = getattr(getattr(parameter, "quant_state", None), "shape", None)  # bitsandbytes' 4 bits
+    if packed is not None:
+        return math.prod(packed)
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())  # DeepSpeed's third stage
+
+
 def _model(model: Any) -> dict[str, Any]:
     """Return the class of a model, where it came from, and its numbers of parameters; nothing is read from a device."""
     try:
-        # DeepSpeed holds a shard in place of a parameter; 4 bits come two in a number.
-        counts = [
-            (getattr(p, "ds_numel", 0) or p.numel() * (1 + (type(p).__name__ == "Params4bit")), p.requires_grad)
-            for p in model.parameters()
-        ]
+        counts = [(whole_size(p), p.requires_grad) for p in model.parameters()]
     except Exception:  # no model of torch, or one whose parameters have no shape yet
         return {}
     source = getattr(getattr(model, "config", None), "_name_or_path", None)
