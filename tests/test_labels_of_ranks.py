@@ -95,6 +95,44 @@ def test_steps_in_which_no_rank_has_labels_are_those_of_one_process(tmp_path):
     assert first == pytest.approx(alone, rel=1e-6)
 
 
+class Language(nn.Module):
+    """Predicts the next word, and says as a model of transformers does that it leaves out labels of -100."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def loss_function(self, logits, labels, num_items_in_batch=None):
+        how = {"ignore_index": -100, "reduction": "mean" if num_items_in_batch is None else "sum"}
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **how)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.head(self.words(input_ids))
+        return {"loss": self.loss_function(logits, labels, **kwargs), "logits": logits}
+
+
+def train_language(folder, options):
+    words = torch.randint(9, (16, 6), generator=torch.Generator().manual_seed(1))
+    labels = words.clone()
+    labels[2:4, 1:] = -100  # rank 1 of 2 begins with rows whose only label is no target of a model that shifts
+    args = TrainingArguments(
+        folder, **COMMON | options, train_sampling_strategy="sequential", logging_steps=1, label_names=["labels"]
+    )
+    data = [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
+    trainer = Trainer(Language(), args, train_dataset=data)
+    return outcome(trainer, lambda each: [e["loss"] for e in each.train() and each.state.log_history if "loss" in e])
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp", "fsdp": "full_shard"}], ids=["ddp", "fsdp"])
+def test_a_rank_whose_first_rows_have_no_target_makes_the_forwards_of_the_others(options, tmp_path):
+    first, second = run_ranks(train_language, 2, str(tmp_path), options, timeout_s=120)
+    assert first == second
+    alone = train_language(str(tmp_path), {"gradient_accumulation_steps": 2})
+    assert first == pytest.approx(alone, rel=1e-5)
+
+
 def predict(folder, without, options, seq2seq=False):
     kind, arguments = (Seq2SeqTrainer, Seq2SeqTrainingArguments) if seq2seq else (Trainer, TrainingArguments)
     trainer = kind(Network(), arguments(folder, **COMMON, **options))
