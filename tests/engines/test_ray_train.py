@@ -31,7 +31,7 @@ def whole(tmp_path_factory):
 
 def test_two_workers_train_one_model(whole):
     results, said = whole
-    assert "on cpu x 2" in said
+    assert "device     cpu x 2" in said
     assert results["eval_accuracy"] > 0.8
     reported = re.findall(r"Reporting training result \d+: .*'step': (\d+).* from rank (\d)", said)
     assert {("50", "0"), ("50", "1"), ("100", "0"), ("100", "1")} <= set(reported)

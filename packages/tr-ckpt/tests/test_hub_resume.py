@@ -93,7 +93,7 @@ def test_what_is_pushed_meanwhile_changes_nothing(path, hub, tmp_path):
     hub.log.clear()  # the pushes asked the same: only what is asked from here on is the reader's
     gate = hub.hold("GET", path)
     into = parts()
-    future = resume.in_thread(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
+    future = resume.slow_work.in_thread(lambda: reading(hub, tmp_path / "fresh").restore(into, "hub"))
     wait_until(lambda: any(method == "GET" and re.search(path, asked) for method, asked in hub.log))
     run.push(3)
     gate.set()
