@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tr_log import EventsFile, get_logger
+from tr_log.events_file import _modified
 from tr_log.phases import phase, phase_clock
 
 
@@ -267,8 +268,10 @@ def test_a_start_tells_how_many_files_differ_from_the_commit(tmp_path, monkeypat
     for text, untracked, expected in (("1", "out", 0), ("2", "out", 1)):
         (repository / "net.py").write_text(text)
         (repository / untracked).write_text("")
+        _modified.cache_clear()
         EventsFile().on_train_begin(*run_of(tmp_path / f"run{expected}"), None)
         assert read(tmp_path / f"run{expected}")[0]["modified"] == expected
+    _modified.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     EventsFile().on_train_begin(*run_of(tmp_path / "run2"), None)
     assert read(tmp_path / "run2")[0]["modified"] is None

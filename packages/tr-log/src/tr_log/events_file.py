@@ -311,6 +311,7 @@ def _commit(folder: Path) -> str | None:
         return None
 
 
+@cache  # asked once: the code of this process is that of its beginning
 def _modified(folder: Path) -> int | None:
     """Return how many files of a git repository differ from its commit, untracked ones aside; None if git says none."""
     command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]

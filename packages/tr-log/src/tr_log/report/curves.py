@@ -57,11 +57,12 @@ def curves(entries: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     What a run logs once at its end (`train_...`) is not a curve.
     """
     found: dict[str, Curve] = {}
+    shown: dict[str, bool] = {}  # asked once a name: a run may have a million entries
     for entry in entries:
         for name, value in entry.items():
-            if name in HIDDEN or name.startswith("train_") or name.endswith(HIDDEN_ENDINGS):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if name not in shown:
+                shown[name] = not (name in HIDDEN or name.startswith("train_") or name.endswith(HIDDEN_ENDINGS))
+            if not shown[name] or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             steps, values = found.setdefault(name, ([], []))
             steps.append(entry["step"])
@@ -84,12 +85,9 @@ def words_of(name: str) -> tuple[str, str]:
 
 def rate_curves(rates: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     """Return the curves of throughput, memory and load: operations in 10^12, shares in per cent, memory in GiB."""
-    scaled = [
-        {"step": rate["step"]}
-        | {curve: rate[name] * unit for name, (curve, unit) in RATES.items() if isinstance(rate.get(name), int | float)}
-        for rate in rates
-    ]
-    return curves(scaled)
+    found = curves(rates)
+    known = [(curve, found[name], unit) for name, (curve, unit) in RATES.items() if name in found]
+    return {curve: (steps, [y and y * unit for y in values]) for curve, (steps, values), unit in known}
 
 
 def thin(steps: Sequence[int], values: Sequence[float | None], most_points: int) -> Curve:

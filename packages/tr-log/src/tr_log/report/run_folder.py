@@ -185,7 +185,8 @@ class RunFolder:
         """Return the metrics of the last evaluation and prediction of each name, without their timings."""
         numbers: dict[str, float] = {}
         for entry in self.entries:
-            numbers |= {name: value for name, value in entry.items() if name.startswith(tuple(OF))}
+            numbers |= entry
+        numbers = {name: value for name, value in numbers.items() if name.startswith(tuple(OF))}
         for made in (made for session in self.sessions for made in session.predictions):
             numbers |= made
         return {
