@@ -31,6 +31,8 @@ def test_a_line_for_a_screen_without_bars_is_simply_written():
     stream = io.StringIO()
     Screen(stream).write("text")
     assert stream.getvalue() == "text\n"
+    Screen(stream).write("words " * 20)
+    assert stream.getvalue() == "text\n" + "words " * 12 + "words\n" + "words " * 6 + "words\n"
 
 
 def test_a_terminal_that_is_lost_ends_the_bars_and_not_the_work():

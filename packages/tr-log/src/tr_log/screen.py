@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tr_log.layout import Display, Drawn
@@ -254,7 +255,9 @@ class Screen(Display):
         if self.is_aside and is_taken_by_rich(sys.stderr):
             print(line, file=sys.stderr)  # above that display
         else:
-            write_line(self._stream, "\n" * self._is_mid_line + line)
+            ends = [*_breaks(line, _window(self._stream)[0]), len(line)]
+            pieces = [line[begin:end].rstrip() for begin, end in pairwise([0, *ends])]
+            write_line(self._stream, "\n" * self._is_mid_line + "\n".join(pieces))
             self._is_mid_line = False
 
     def _give_up(self) -> None:
