@@ -108,7 +108,7 @@ def show(browser, address, width=1280):
     browser.get(address)
 
 
-@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+@pytest.mark.parametrize("width", [1400, 1280, 390], ids=["wide", "desktop", "phone"])
 def test_pages_have_the_width_of_the_screen_and_ask_nobody_for_anything(browser, width):
     for page in PAGES:
         show(browser, (SITE / page).as_uri(), width)
