@@ -74,20 +74,20 @@ def test_a_session_writes_its_column_and_leaves_those_of_other_days(tmp_path):
     (tmp_path / "matrix.md").write_text(matrix.page({"ddp": old}))
     ended = run(tmp_path, "--column", "deepspeed")
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "not run here: needs a GPU: 1\n    test_third" in ended.stdout
+    assert "not run: needs a GPU: 1\n    test_third" in ended.stdout
     found = cells(tmp_path)
     words = matrix.SCENARIOS
     assert found[words["resume"], "ddp"] == "passed, refused (1)"
     assert found["ddp", "day"] == "2020-02-02"
     assert found[words["resume"], "deepspeed"] == "**failed** (test_second), passed"
-    assert found[words["bf16"], "deepspeed"] == "not run here (1)"
+    assert found[words["bf16"], "deepspeed"] == "not run (1)"
     assert found[words["short"], "deepspeed"] == "impossible (2)"
     assert found[words["once"], "deepspeed"] == "no test"
     assert found["`lomo`", "deepspeed"] == "refused (4)"
     assert found["`sgd`", "deepspeed"] == "passed, refused (3)"
     assert found["`sgd`", "ddp"] == "no test"
     assert found["that a part of its own works", "result"] == "passed"
-    counts = ("passed", "failed", "refused", "not run here", "impossible", "no test")
+    counts = ("passed", "failed", "refused", "not run", "impossible", "no test")
     assert [found["deepspeed", kind] for kind in counts[:5]] == ["1", "1", "1", "1", "1"]
     page = (tmp_path / "matrix.md").read_text()
     assert "3. with zero_2: it needs matrices\n4. it needs matrices\n" in page
@@ -97,13 +97,13 @@ def test_a_session_writes_its_column_and_leaves_those_of_other_days(tmp_path):
 
 
 def test_rows_are_added_to_a_column_on_request(tmp_path):
-    path, skipped = tmp_path / "matrix.md", {"not run here": {"needs a GPU": {"": 1}}}
+    path, skipped = tmp_path / "matrix.md", {"not run": {"needs a GPU": {"": 1}}}
     matrix.update(path, "cuda", {"resume": skipped})
-    matrix.update(path, "cuda", {"bf16": {"not run here": {"needs two": {"": 1}}}}, adds=True)
+    matrix.update(path, "cuda", {"bf16": {"not run": {"needs two": {"": 1}}}}, adds=True)
     found = cells(tmp_path)
     assert [found[matrix.SCENARIOS[row], "cuda"] for row in ("resume", "bf16")] == [
-        "not run here (1)",
-        "not run here (2)",
+        "not run (1)",
+        "not run (2)",
     ]
     matrix.update(path, "cuda", {})
     assert cells(tmp_path)[matrix.SCENARIOS["resume"], "cuda"] == "no test"

@@ -21,7 +21,7 @@ from requirements import BACKENDS as COLUMNS
 # What each backend is to do. The optimizers are those that the registry lists.
 SCENARIOS = {
     "promises": "the strategy keeps its promises to the loop",
-    "numbers": "losses and weights are those of one process, with and without accumulation",
+    "numbers": "losses and weights are those of one process, accumulated or not",
     "short": "a last batch with fewer rows than ranks",
     "once": "every row is used once an epoch",
     "bf16": "bfloat16",
@@ -42,7 +42,7 @@ OPTIM = "optim "
 IMPOSSIBLE = {
     ("resize", "xla"): "PJRT's CPU carries nothing between processes",
 }
-KINDS = ("failed", "passed", "refused", "not run here", "impossible")
+KINDS = ("failed", "passed", "refused", "not run", "impossible")
 LIBRARIES = (
     "torch", "torch_xla", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "torchao", "schedulefree",
     "torch-optimi", "grokadamw", "galore-torch", "lomo-optim",
@@ -89,13 +89,13 @@ class Recorder:
             return
         kind, why = found
         note(self.rows, known["row"], kind, why, known["variant"])
-        if kind in ("not run here", "impossible"):
+        if kind in ("not run", "impossible"):
             self.reasons.setdefault(f"{kind}: {why}", []).append(report.nodeid.rpartition("::")[2])
 
     def pytest_terminal_summary(self, terminalreporter):
         ran = sum(len(terminalreporter.getreports(name)) for name in ("passed", "failed"))
         terminalreporter.section("what ran here")
-        terminalreporter.write_line(f"ran here: {ran}; not run here: {sum(map(len, self.reasons.values()))}")
+        terminalreporter.write_line(f"ran here: {ran}; not run: {sum(map(len, self.reasons.values()))}")
         for reason, names in sorted(self.reasons.items()):
             terminalreporter.write_line(f"{reason}: {len(names)}")
             for name in names:
@@ -116,7 +116,7 @@ def outcome(report, known):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", "?")
         reason = reason.removeprefix("Skipped: ")
         impossible = reason.startswith("impossible: ")
-        return ("impossible" if impossible else "not run here"), reason.removeprefix("impossible: ")
+        return ("impossible" if impossible else "not run"), reason.removeprefix("impossible: ")
     if report.when != "call":
         return None
     return ("refused", known["refused"]) if "refused" in known else ("passed", "")
@@ -237,7 +237,7 @@ def page(columns):
     rows = {row: [c.cells.get(row, "no test") for c in columns.values()] for row in [*SCENARIOS.values(), *optimizers]}
     own = {name: {row: text for row, text in c.cells.items() if row not in rows} for name, c in columns.items()}
     counted = [Counter(map(result, texts)) for texts in zip(*rows.values(), strict=True)]
-    kinds = ("passed", "failed", "refused", "not run here", "impossible", "no test")
+    kinds = ("passed", "failed", "refused", "not run", "impossible", "no test")
     lines = [INTRODUCTION]
     lines += table(
         ["backend", "day", *kinds],
@@ -271,7 +271,7 @@ variants of the backend:
 
 - passed: all its tests passed; **failed**: those named did not.
 - refused: by design. It ends with one clear message before anything is trained, which is tested.
-- not run here, impossible: the numbers are those of the backend's [reasons](#reasons-and-tests-of-one-backend).
+- not run, impossible: the numbers are those of the backend's [reasons](#reasons-and-tests-of-one-backend).
 - no test: nothing in these sessions is about it.
 
 A cell with more than one word says what is true of some variants each.
