@@ -7,9 +7,9 @@ import pytest
 
 from tr_log import ConfusionMatrix, EventsFile, Table
 from tr_log.drawings import MOST_CHARACTERS, MOST_CLASSES, MOST_ROWS
-from tr_log.report.page import MOST_DRAWN, page_data
-from tr_log.report.run_folder import RunFolder
-from tr_log.testing import end_event, start_event, write_run
+from tr_log.report.page import MOST_DRAWN, page, page_data
+from tr_log.report.run_folder import RunFolder, find_runs
+from tr_log.testing import end_event, start_event, time_event, write_run
 
 
 def test_a_matrix_counts_pairs_of_true_and_predicted_classes():
@@ -99,3 +99,15 @@ def test_a_page_has_room_for_so_many_drawings_and_no_more(tmp_path):
     (run,) = page_data([RunFolder.read(write_run(tmp_path, events))])["runs"]
     assert [len(each["drawn"]) for each in run["drawings"]].count(0) == 4
     assert len(json.dumps(run["drawings"])) < MOST_DRAWN
+
+
+def test_a_page_of_35_runs_with_drawings_and_load_is_at_most_half_a_megabyte(tmp_path):
+    load = {"cpu": 0.5123, "cpu_of_process": 0.2, "ram_bytes": 3e9}
+    for number in range(35):
+        events = [start_event(float(number))]
+        for step in range(1, 400):
+            events.append(time_event(float(step), step, compute=1.0) | {"load": load})
+            events += [drawing_event(step) | {"rows": [["x" * 900] * 20]}] if step % 40 == 0 else []
+        entries = [{"step": step, **{f"eval_{n}": step / (n + 7) for n in range(14)}} for step in range(1, 400)]
+        write_run(tmp_path / str(number), events, entries)
+    assert len(page(find_runs([tmp_path])).encode()) < 500_000

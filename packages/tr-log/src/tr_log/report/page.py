@@ -23,9 +23,11 @@ from tr_log.report.time_split import PARTS, time_split, wall_time, words
 
 MOST_NUMBERS = 25_000
 """Points of all curves of a page together: about 300 kB."""
-MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 60
+MOST_POINTS_OF_A_CURVE, FEWEST_POINTS_OF_A_CURVE = 2_000, 30
 MOST_MARKS, MOST_FILES = 400, 60
 """Marks of each kind of all sessions together, and files of a run."""
+MOST_PAIRS = 2_000
+"""Pairs of a step with its time, and with its epoch, of all runs together."""
 MOST_DRAWN = 60_000
 """Characters of all matrices and tables of a page together."""
 _KNOWN_OF_DRAWING = ("event", "time_s", "name")
@@ -81,7 +83,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     return {
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": [
-            _run(run, names[n], marks)
+            _run(run, names[n], marks, max(MOST_PAIRS // len(runs), 30))
             | {"curves": {key: _drawn(curve, most) for key, curve in found[n].items()}, "objective": _drawn_small(run)}
             | {"row": rows[n], "arguments": arguments[n]}
             | {"files": _files(run.path, place), "profiles": _profiles(run, place)}
@@ -95,7 +97,7 @@ def page_data(runs: Sequence[RunFolder], place: Path | None = None) -> dict[str,
     }
 
 
-def _run(run: RunFolder, name: str, most_marks: int) -> dict[str, Any]:
+def _run(run: RunFolder, name: str, most_marks: int, most_pairs: int) -> dict[str, Any]:
     start_s = run.sessions[0].start_s if run.sessions else None
     last = run.sessions[-1] if run.sessions else None
     return {
@@ -105,8 +107,10 @@ def _run(run: RunFolder, name: str, most_marks: int) -> dict[str, Any]:
         "error": last.error if last else "",
         "results": _results(run),
         "facts": _facts(run),
-        "epochs": _ratio([(e["step"], e["epoch"]) for e in run.entries if isinstance(e.get("epoch"), int | float)]),
-        "times": _ratio(_elapsed(run.sessions)),
+        "epochs": _ratio(
+            [(e["step"], e["epoch"]) for e in run.entries if isinstance(e.get("epoch"), int | float)], most_pairs
+        ),
+        "times": _ratio(_elapsed(run.sessions), most_pairs),
         "sessions": [_session(session, start_s or 0.0, most_marks) for session in run.sessions],
         "wall": round(wall_time(run.sessions), 3),
         "split": {part: round(seconds, 3) for part, seconds in time_split(run.sessions).items()},
@@ -205,9 +209,9 @@ def _pace(sessions: Sequence[Session]) -> Curve | None:
     return (steps, paces) if len(steps) > 1 else None
 
 
-def _ratio(pairs: Sequence[tuple[float, float]]) -> list[list[float]]:
+def _ratio(pairs: Sequence[tuple[float, float]], most: int) -> list[list[float]]:
     """Return few of the pairs; between them a page interpolates."""
-    stride = max(len(pairs) // 300, 1)
+    stride = max(len(pairs) // min(most, 300), 1)
     few = list(pairs[::stride])
     if pairs and few[-1] != pairs[-1]:
         few.append(pairs[-1])
