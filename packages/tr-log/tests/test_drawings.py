@@ -75,6 +75,20 @@ def test_of_very_many_drawings_the_file_has_fewer_and_fewer_and_the_last_one(tmp
     assert steps[-2:] == [2000, 2000]  # and what came after the end
 
 
+def test_a_later_training_of_one_object_begins_without_drawings_of_the_one_before(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=0, max_steps=60, is_world_process_zero=True)
+    file = EventsFile()
+    file.on_train_begin(args, state, None)
+    for _ in range(51):
+        file.on_draw(args, state, None, drawings={"eval_seen": Table(["n"], [])})
+    for _ in range(2):
+        file.on_train_end(args, state, None)
+        file.on_train_begin(args, state, None)
+    file.on_train_end(args, state, None)
+    assert "drawing" not in (tmp_path / "events.jsonl").read_text()
+
+
 def drawing_event(step, name="eval_seen", text="x"):
     content = Table(["a"], [(text,)]).content()
     return {"event": "drawing", "time_s": 1.0, "step": step, "name": name, **content}

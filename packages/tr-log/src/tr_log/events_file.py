@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -84,7 +83,7 @@ class EventsFile(EveryEvent):
                 self._file.set_aside()
             except OSError as error:
                 self._file.report(error)
-        self._began_s, self._load = time.perf_counter(), MachineLoad()
+        self._began_s, self._load, self._drawn, self._left_out = time.perf_counter(), MachineLoad(), {}, {}
         clock, spent = active_clock(), {}
         if clock is not None:
             clock.switch(COMPUTE)
@@ -314,6 +313,8 @@ def _commit(folder: Path) -> str | None:
 @cache  # asked once: the code of this process is that of its beginning
 def _modified(folder: Path) -> int | None:
     """Return how many files of a git repository differ from its commit, untracked ones aside; None if git says none."""
+    import subprocess  # a process that trains nothing needs none of it
+
     command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
     with suppress(OSError, subprocess.SubprocessError):  # no git, one that refuses, or a repository that takes long
         return len(subprocess.run(command, capture_output=True, check=True, timeout=2.0).stdout.splitlines())
