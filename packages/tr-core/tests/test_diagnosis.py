@@ -98,7 +98,7 @@ MISTAKES = {
         {},
         RuntimeError,
         "T408",
-        "the labels are float32, and a cross entropy takes class numbers",
+        "the labels are float32 of the shape",
     ),
     "text that was not tokenized": (
         Words,
@@ -162,7 +162,7 @@ MISTAKES = {
         {},
         RuntimeError,
         "T408",
-        "3), one for each class: give each sample the number of its class",
+        "3), and a cross entropy takes class numbers: make them one whole number (int64) for each sample",
     ),
     "a table in place of samples": (Classifier, Frame(), {}, TypeError, "T101", "whose [0] is a column and no sample"),
     "no labels": (
@@ -179,7 +179,7 @@ MISTAKES = {
         {"on_nonfinite": "raise"},
         FloatingPointError,
         "T409",
-        "column 'x' of sample 6 holds nan",
+        "column 'x' of sample 6 of the training data holds nan",
     ),
     "too little memory": (
         Full,
@@ -232,7 +232,7 @@ def test_an_evaluation_notes_it_too_and_names_its_own_data(make_trainer, name):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"input_ids": [1, 10, 3]}, "column 'input_ids' of sample 1 of the micro-batch holds the id 10"),
+        ({"input_ids": [1, 10, 3]}, "column 'input_ids' of sample 1 of the training data holds the id 10"),
         ({"labels": 5}, "sample 1 of the training data has the label 5, but the model has 3 classes"),
     ],
 )

@@ -113,15 +113,6 @@ def check_output_folder(subject: CheckContext) -> None:
         subject.say("T201", found, "output_dir")
 
 
-class _OneProcess:
-    """What a checkpointer reads of a strategy, for one process."""
-
-    device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-
 # Small parts of every checkpoint of a run; a checkpoint of the model alone lacks them.
 _SMALL_PARTS = ("run", "scheduler")
 
@@ -131,7 +122,7 @@ def check_checkpoints(subject: CheckContext) -> None:
     args, trainer, resume = subject.args, subject.given_trainer, subject.resume
     if args.save_strategy == "no" and not subject.resumes:
         return
-    strategy: Any = _OneProcess() if trainer is None else trainer.strategy
+    strategy: Any = SingleDevice("cpu") if trainer is None else trainer.strategy
     with subject.saying("T302", "checkpointer"):
         name = str(args.checkpointer)
         own = plugins.load("tr.checkpointers", name)(args, strategy) if trainer is None else trainer.checkpointer()

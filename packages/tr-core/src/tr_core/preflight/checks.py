@@ -37,7 +37,6 @@ _TRAINER_CHECKS = (
     resource_checks.check_optimizer,
     resource_checks.check_memory,
     resource_checks.check_disk_space,
-    resource_checks.estimate_time,
 )
 
 
@@ -78,7 +77,10 @@ def check(
     # A trial run does not resume.
     resume = False if args.fast_dev_run else args.resume_from_checkpoint if resume is None else resume
     subject = CheckContext(args, trainer, resume, evaluation_data, trains, ends_here)
-    _examine(subject)
+    logger.info("check: preparing the model")
+    with subject.saying("T303", what="the strategy cannot prepare the model: "):
+        trainer.prepare()
+        _examine(subject)
     return Report(type(trainer).__name__, subject.problems, subject.figures)
 
 
@@ -88,21 +90,16 @@ def check_arguments(args: TrainingArguments, target: str) -> Report:
     if args.max_steps > 0:
         subject.steps = subject.figures["steps"] = args.max_steps
     _run(_ARGUMENT_CHECKS, subject)
-    unknown = "data, model, loss and metrics, and what depends on them"
-    if subject.steps is None:
-        unknown += ", such as the number of steps (max_steps is not set)"
-    subject.say("T010", f"a configuration file alone says nothing of {unknown}: check the script for that")
+    subject.say(
+        "T010",
+        "a configuration file alone says nothing of data, model, loss and metrics, nor of the number of steps without "
+        "max_steps: check the script for that",
+    )
     return Report(target, subject.problems, subject.figures)
 
 
 def _examine(subject: CheckContext) -> None:
     trainer = subject.trainer
-    logger.info("check: preparing the model")
-    before = len(subject.problems)
-    with subject.saying("T303", what="the strategy cannot prepare the model: "):
-        trainer.prepare()
-    if len(subject.problems) > before:
-        return
     subject.figures |= {
         "model": type(trainer.model).__name__,
         "device": str(trainer.strategy.device),

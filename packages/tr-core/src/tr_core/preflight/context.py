@@ -32,7 +32,6 @@ class CheckContext:
         callbacks: those of the Trainer, which are not called.
         checkpointer: that of the run; None if it saves nothing or the checkpointer is not installed.
         inputs: a batch of two training samples, on the host; None if there is none.
-        classes: number of classes that labels can name; None if unknown.
         gives_loss: whether the trial returned a loss with a gradient.
     """
 
@@ -49,7 +48,6 @@ class CheckContext:
     epochs: int | None = None
     checkpointer: Any = None
     inputs: Any = None
-    classes: int | None = None
     gives_loss: bool = False
 
     @property

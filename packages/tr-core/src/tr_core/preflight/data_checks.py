@@ -6,23 +6,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from tr_core.data.batches import batches_of
 from tr_core.data.sampler import has_length
 from tr_core.data.short_runs import training_batches
-from tr_core.model_io import IGNORED_TARGET, batch_size_of, main_input_name
+from tr_core.model_io import batch_size_of
 from tr_core.plan import make_plan
 from tr_core.preflight.context import SAMPLES, CheckContext, logger
-from tr_core.preflight.diagnosis import (
-    classes_of,
-    id_outside,
-    label_outside,
-    labels_of,
-    not_finite,
-    rows_of_embedding,
-    scan,
-)
+from tr_core.preflight.diagnosis import limits_of, limits_of_labels, misfits, scan
 
 _MOST_LEFT_OUT = 0.1
 """Share of the data that may be unused before a warning."""
@@ -91,55 +81,25 @@ def rows_of(batch: Any, start: int, stop: int) -> Any:
     def cut(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: cut(item) for key, item in value.items()}
-        has_rows = hasattr(value, "shape") or (isinstance(value, list) and not any(hasattr(v, "shape") for v in value))
-        if has_rows:
-            return value[start:stop] if getattr(value, "shape", True) != () and len(value) == size else value
-        return type(value)(map(cut, value)) if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple) and any(hasattr(item, "shape") for item in value):
+            return type(value)(map(cut, value))
+        has_rows = isinstance(value, list) or getattr(value, "shape", ()) != ()
+        return value[start:stop] if has_rows and len(value) == size else value
 
     return cut(batch)
 
 
-def _most(data: Any) -> int:
-    """Return of how many samples values are read: of many in a list, of some hundred if each may need decoding."""
-    return 10_000 if isinstance(data, list | tuple) else 256
-
-
-def check_samples(subject: CheckContext) -> None:
+def check_samples(subject: CheckContext, classes: int = 0) -> None:
     """Find a label or an id that the model lacks, and a number that is not finite, before a forward loses a GPU."""
-    model, data, inputs = subject.trainer.model, subject.trainer.train_dataset, subject.inputs
-    if inputs is None:
-        return None
-    labels = labels_in(subject)
-    find_label(subject, None if labels is None else classes_of(model, labels))
-    rows, name = rows_of_embedding(model), main_input_name(model)
-    for index, sample in scan(data, _most(data)):
-        if text := not_finite(index, sample):
-            return subject.say("T409", text)
-        ids = sample.get(name) if isinstance(sample, Mapping) else None
-        if rows is not None and ids is not None and len(ids) and not 0 <= (most := int(max(ids))) < rows:
-            subject.inputs = None
-            return subject.say("T514", id_outside(f"sample {index} of the training data", name, most, rows))
-    return None
-
-
-def find_label(subject: CheckContext, classes: int | None) -> None:
-    """Find a label in the batch or in the data set that is none of the classes, if their number is known."""
-    labels, data, names = labels_in(subject), subject.trainer.train_dataset, subject.trainer.label_names
-    subject.classes = classes
-    if classes is None or labels is None:
-        return None
-    first = labels.flatten().tolist()  # the batch is on the host
-    for index, label in [*((None, label) for label in first), *labels_of(data, names, _most(data))]:
-        if not 0 <= label < classes and label != IGNORED_TARGET:
-            subject.inputs = None
-            where = "the first samples have" if index is None else f"sample {index} of the training data has"
-            return subject.say("T405", label_outside(where, label, classes))
-    return None
-
-
-def labels_in(subject: CheckContext) -> torch.Tensor | None:
-    """Return the whole numbers that are labels in the first batch; None without such."""
-    inputs = subject.inputs if isinstance(subject.inputs, Mapping) else {}
-    found = next((inputs[name] for name in ("labels", *subject.trainer.label_names) if name in inputs), None)
-    is_whole = isinstance(found, torch.Tensor) and not found.dtype.is_floating_point and found.dtype != torch.bool
-    return found if is_whole else None
+    trainer, data = subject.trainer, subject.trainer.train_dataset
+    if subject.inputs is None:
+        return
+    limits = limits_of(trainer.model, trainer.label_names, subject.inputs)
+    if classes:
+        limits |= limits_of_labels(trainer.label_names, classes)
+    most = 10_000 if isinstance(data, list | tuple) else 256  # each sample of other data may need decoding
+    samples = ((f"sample {index} of the training data", sample) for index, sample in scan(data, most))
+    for code, text in misfits(samples, limits):
+        if all(problem.code != code for problem in subject.problems):
+            subject.say(code, text)
+        subject.inputs = None if code != "T409" else subject.inputs

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import multiprocessing.reduction
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from time import monotonic
 from typing import Any
 
@@ -82,6 +83,13 @@ class Failure:
         """The columns of the batch; its type where it has none."""
         return sorted(map(str, self.inputs)) if isinstance(self.inputs, Mapping) else type(self.inputs).__name__
 
+    def misfit(self, limits: Limits) -> str | None:
+        """Return what is wrong with the first sample of the data, or with the micro-batch, that has such a number."""
+        kind = "training" if self.trains else "evaluation"
+        samples = ((f"sample {index} of the {kind} data", sample) for index, sample in scan(self.data, 100_000))
+        found = misfits(chain(samples, [("the micro-batch", self.inputs)]), limits)
+        return next((text for code, text in found if not limits or code != "T409"), None)
+
     @property
     def left_out(self) -> str:
         """What to add of columns that the samples have and the micro-batch lacks."""
@@ -149,55 +157,74 @@ def _out_of_memory(failure: Failure) -> str | None:
     )
 
 
-def _outside(values: torch.Tensor, limit: int, ignored: int = 0) -> tuple[int, int] | None:
-    """Return row and value of the first number that is none of 0 to `limit` - 1, nor ignored; None without one."""
-    values = values.cpu()
-    is_bad = ((values < 0) | (values >= limit)) & (values != ignored)
-    return (int(is_bad.nonzero()[0][0]), int(values[is_bad][0])) if is_bad.any() else None
-
-
 def _outside_of_embedding(failure: Failure) -> str | None:
     ids, weight = failure.local(functional.embedding, "input"), failure.local(functional.embedding, "weight")
-    rows = None if weight is None else len(weight)
-    if failure.lost_device:
-        model = failure.trainer.model
-        ids, rows = failure.tensors.get(main_input_name(model)), rows_of_embedding(model)
-    if rows is None or ids is None or (found := _outside(ids, rows)) is None:
+    if weight is None or not isinstance(failure.error, IndexError):
         return None
-    row, value = found
-    for name, column in failure.tensors.items():
-        if torch.equal(column.cpu(), ids.cpu()):
-            return id_outside(f"sample {row} of the micro-batch", name, value, rows)
-    return (
+    rows = len(weight)
+    same = [name for name, column in failure.tensors.items() if torch.equal(column.cpu(), ids.cpu())]
+    value = ids[(ids < 0) | (ids >= rows)][0]
+    return failure.misfit(dict.fromkeys(same, ("T514", rows, 0))) or (
         f"an embedding of {rows} rows has no row {value}, and no column of the batch holds that number: if it is one "
         f"of positions, samples are too long for the model; truncate them to {rows}"
     )
 
 
-def rows_of_embedding(model: Any) -> int | None:
-    """Return how many ids the embedding of a model of transformers has; None if unknown."""
-    inner: Any = base_model(model)
-    embedding = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
-    return getattr(embedding, "num_embeddings", None)
-
-
-def classes_of(model: Any, labels: torch.Tensor) -> int | None:
-    """Return the number of classes in a model's configuration; None if unknown, or for a regression."""
-    model = base_model(model)
-    config = getattr(model, "config", None)
-    per_sample = labels.dim() == 1 or "TokenClassification" in type(model).__name__
-    number = getattr(config, "num_labels" if per_sample else "vocab_size", None)
-    is_known = isinstance(number, int) and number > 1 and getattr(config, "problem_type", None) != "regression"
-    return number if is_known else None
-
-
-def id_outside(where: str, name: str, value: int, rows: int) -> str:
-    """Return what is wrong with an id, and what to do."""
+def _behind_lost_device(failure: Failure) -> str | None:
+    model = failure.trainer.model
     return (
-        f"column {name!r} of {where} holds the id {value}, but the model's embedding has {rows} rows, for ids from 0 "
-        f"to {rows - 1}: use the tokenizer of this model, or make room with "
-        "model.resize_token_embeddings(len(tokenizer))"
+        failure.misfit(limits_of(model, failure.trainer.label_names, failure.inputs)) if failure.lost_device else None
     )
+
+
+Limits = dict[str, tuple[str, int, int]]
+"""Of columns of labels and ids: the code of a number outside, how many there are from 0 on, and one of no matter."""
+
+
+def limits_of(model: Any, names: list[str], inputs: Any) -> Limits:
+    """Return the limits that the configuration of a model of transformers tells, for samples of such a batch."""
+    model = base_model(model)
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    limits: Limits = (
+        {main_input_name(model): ("T514", rows, 0)} if (rows := getattr(embedding, "num_embeddings", 0)) else {}
+    )
+    given = inputs if isinstance(inputs, Mapping) else {}
+    labels = next((given[name] for name in ("labels", *names) if name in given), None)
+    config = getattr(model, "config", None)
+    per_sample = getattr(labels, "ndim", 0) == 1 or "TokenClassification" in type(model).__name__
+    classes = getattr(config, "num_labels" if per_sample else "vocab_size", None)
+    is_known = isinstance(classes, int) and classes > 1 and getattr(config, "problem_type", None) != "regression"
+    return limits | (limits_of_labels(names, classes) if is_known else {})
+
+
+def limits_of_labels(names: list[str], classes: int, ignored: int = IGNORED_TARGET) -> Limits:
+    """Return the limits of labels that are class numbers."""
+    return dict.fromkeys(("labels", "label", "label_ids", *names), ("T405", classes, ignored))
+
+
+_MISFIT = {
+    "T405": "{where} has the label {value}, but the model has {limit} classes: labels are whole numbers from 0 on, or "
+    f"{IGNORED_TARGET} for none; give the model more classes (num_labels), or number the labels from 0",
+    "T409": "column {name!r} of {where} holds {value}: fill in or leave out what is missing in the data",
+    "T514": "column {name!r} of {where} holds the id {value}, but the model's embedding has {limit} rows: use the "
+    "tokenizer of this model, or make room with model.resize_token_embeddings(len(tokenizer))",
+}
+
+
+def misfits(samples: Iterable[tuple[str, Any]], limits: Limits) -> Iterator[tuple[str, str]]:
+    """Yield code and words for each column of samples, given with their places, that holds a number out of place."""
+    for where, sample in samples:
+        for name, value in sample.items() if isinstance(sample, Mapping) else ():
+            with suppress(TypeError, ValueError, RuntimeError):  # no numbers, or rows of unequal length
+                numbers = torch.as_tensor(value)
+                code, limit, ignored = limits.get(name, ("", 0, 0))
+                if numbers.is_floating_point():
+                    code, is_bad = "T409", ~numbers.isfinite()
+                else:
+                    is_bad = ((numbers < 0) | (numbers >= limit)) & (numbers != ignored)
+                if code and is_bad.any():
+                    value = numbers[is_bad].flatten()[0].item()  # sync: a sample is on the host
+                    yield code, _MISFIT[code].format(where=where, name=name, value=value, limit=limit)
 
 
 def _labels(failure: Failure) -> tuple[Any, Any]:
@@ -213,53 +240,20 @@ def _no_class_numbers(failure: Failure) -> str | None:
     labels, scores = _labels(failure)
     if labels is None or labels.is_floating_point() == (labels.shape == scores.shape):
         return None
-    if labels.is_floating_point():
-        return (
-            f"the labels are {_dtype(labels)}, and a cross entropy takes class numbers: make them whole numbers "
-            "(int64), from 0 on; for a regression, give the model one output (num_labels=1)"
-        )
     return (
-        f"the labels are whole numbers of the shape {tuple(labels.shape)}, one for each class: give each sample the "
-        "number of its class, or make them float32 for probabilities"
+        f"the labels are {_dtype(labels)} of the shape {tuple(labels.shape)}, and a cross entropy takes class numbers: "
+        "make them one whole number (int64) for each sample, from 0 on; for probabilities of the classes give float32, "
+        "and for a regression give the model one output (num_labels=1)"
     )
 
 
 def _outside_of_classes(failure: Failure) -> str | None:
-    names, (labels, scores) = failure.trainer.label_names, _labels(failure)
-    columns = [failure.tensors[name] for name in names if name in failure.tensors]
-    classes = None if scores is None else scores.shape[min(1, scores.dim() - 1)]
-    if failure.lost_device and columns:
-        labels, classes = columns[0], classes_of(failure.trainer.model, columns[0])
-    if classes is None or labels.is_floating_point():
+    labels, scores = _labels(failure)
+    if labels is None or not isinstance(failure.error, IndexError):
         return None
-    ignored = failure.local(functional.cross_entropy, "ignore_index")
-    found = _outside(labels, classes, IGNORED_TARGET if ignored is None else ignored)
-    if found is None:
-        return None
-    kind = "training" if failure.trains else "evaluation"
-    index = next((index for index, label in labels_of(failure.data, names) if label == found[1]), None)
-    where = "a sample of the micro-batch has" if index is None else f"sample {index} of the {kind} data has"
-    return label_outside(where, found[1], classes)
-
-
-def label_outside(where: str, label: Any, classes: int) -> str:
-    """Return what is wrong with a label, and what to do."""
-    return (
-        f"{where} the label {label}, but the model has {classes} classes: labels are whole numbers from 0 to "
-        f"{classes - 1}, or {IGNORED_TARGET} for none; give the model more classes (num_labels), or number the labels "
-        "from 0"
-    )
-
-
-def labels_of(data: Any, names: list[str], most: int = 10_000) -> Iterator[tuple[int, int]]:
-    """Yield index and label of samples with one label each."""
-    for index, sample in scan(data, most):
-        keys = ("labels", "label", "label_ids", *names)
-        value: Any = next((sample[key] for key in keys if key in sample), None) if isinstance(sample, Mapping) else None
-        if hasattr(value, "tolist"):
-            value = value.tolist()  # a sample is on the host
-        if isinstance(value, int) and not isinstance(value, bool):
-            yield index, value
+    classes, ignored = scores.shape[min(1, scores.dim() - 1)], failure.local(functional.cross_entropy, "ignore_index")
+    given = (classes,) if ignored is None else (classes, ignored)
+    return failure.misfit(limits_of_labels(failure.trainer.label_names, *given))
 
 
 def _not_sent(failure: Failure) -> str | None:
@@ -308,16 +302,13 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _not_one_number(failure: Failure) -> str | None:
-    if failure.loss is None or failure.loss.dim() == 0:
+def _no_gradient(failure: Failure) -> str | None:
+    loss = failure.loss
+    if loss is None or (loss.dim() == 0 and loss.requires_grad):
         return None
-    shape = tuple(failure.loss.shape)
-    return f"the loss has the shape {shape}; it must be one number: take the mean over samples or targets"
-
-
-def _without_gradient(failure: Failure) -> str | None:
-    if failure.loss is None or failure.loss.requires_grad:
-        return None
+    if loss.dim() > 0:
+        shape = tuple(loss.shape)
+        return f"the loss has the shape {shape}; it must be one number: take the mean over samples or targets"
     return (
         "the loss does not depend on any trainable parameter: it was computed without gradients (no_grad, detach, "
         ".item()) or from frozen parts alone; compute it from the model's outputs as they are"
@@ -339,30 +330,15 @@ _READS_LOSS = ((loss_of, "outputs"), (split_loss, "returned"))
 
 
 def _not_finite(failure: Failure) -> str | None:
-    if not isinstance(failure.error, FloatingPointError):
-        return None
-    return next((text for index, sample in scan(failure.data, 100_000) if (text := not_finite(index, sample))), None)
-
-
-def not_finite(index: int, sample: Any) -> str | None:
-    """Return what is wrong with a sample that holds a number which is not finite."""
-    for name, value in sample.items() if isinstance(sample, Mapping) else ():
-        with suppress(TypeError, ValueError, RuntimeError):  # no numbers, or rows of unequal length
-            numbers = torch.as_tensor(value)
-            if numbers.is_floating_point() and not (good := numbers.isfinite()).all():
-                bad = numbers[~good].flatten()[0].item()
-                return (
-                    f"column {name!r} of sample {index} holds {bad}: fill in or leave out what is missing in the data"
-                )
-    return None
+    return failure.misfit({}) if isinstance(failure.error, FloatingPointError) else None
 
 
 _Rows = tuple[tuple[str, Callable[[Failure], str | None]], ...]
 _OF_A_BATCH: _Rows = (
     ("T306", _out_of_memory),
-    ("T504", _not_one_number),
-    ("T505", _without_gradient),
+    ("T505", _no_gradient),
     ("T514", _outside_of_embedding),
+    ("T405", _behind_lost_device),
     ("T408", _no_class_numbers),
     ("T405", _outside_of_classes),
     ("T502", _missing_columns),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from tr_core.evaluation.best_metric import adds_to_results, metric_name, watched
 from tr_core.evaluation.metrics import is_streaming
 from tr_core.model_io import batch_size_of
 from tr_core.preflight.context import SAMPLES, CheckContext, logger
-from tr_core.preflight.data_checks import find_label, first_batch, labels_in, rows_of
+from tr_core.preflight.data_checks import check_samples, first_batch, rows_of
 from tr_core.random_state import set_seed
-from tr_core.runtime.memory import memory_in_use
 from tr_core.runtime.run_context import align_special_tokens
 from tr_core.signatures import takes_argument
 from tr_core.validation import check_quantized
@@ -39,11 +37,10 @@ def check_trainable(subject: CheckContext) -> None:
 
 def micro_batches(subject: CheckContext, pieces: Sequence[Any], seed: int = 1) -> float:
     """Run the micro-batches of one step as the loop does, without its update, and return the loss of the step."""
-    trainer, figures = subject.trainer, subject.figures
+    trainer = subject.trainer
     model, strategy, rule, scope = trainer.model_wrapped, trainer.strategy, trainer.loss_rule, trainer.scope
     set_seed(seed)
     model.zero_grad(set_to_none=True)
-    start_s = time.perf_counter()
     scope.size, scope.weight = len(pieces), 1.0
     num_items = rule.count([MicroBatch(piece, 1.0, 0, None) for piece in pieces]) if rule.counts else None
     total = torch.zeros((), device=strategy.device)
@@ -53,11 +50,7 @@ def micro_batches(subject: CheckContext, pieces: Sequence[Any], seed: int = 1) -
             with strategy.accumulate(model, sync=number == len(pieces)):
                 total = total + trainer.step_function(model, piece, num_items)
     scope.inputs = None
-    loss = total.item()  # sync: a preflight reads what it compares, when the device has finished
-    if len(pieces) == 1:  # the first forward and backward allocate and warm up: the fastest counts
-        taken_s = time.perf_counter() - start_s
-        figures["forward_backward_s"] = min(figures.get("forward_backward_s", taken_s), taken_s)
-    return loss
+    return total.item()  # sync: a preflight reads what it compares
 
 
 def check_forward_backward(subject: CheckContext) -> None:
@@ -77,24 +70,24 @@ def check_forward_backward(subject: CheckContext) -> None:
         subject.say_why(error, trainer.train_dataset, "T502", "forward and backward of the first samples fail")
         return
     if loss - loss != 0:
-        subject.say("T506", f"the loss of the first {SAMPLES} samples is {loss}; {_culprit(subject)}")
+        bad = _not_finite(trainer.model.named_parameters())
+        why = (
+            "weights are finite: look for numbers in the data that are not, a division by zero, a logarithm of 0, or a"
+        )
+        why = f"the weights {bad[0]!r} are not finite: load them again" if bad else f"{why} mean over no target"
+        subject.say("T506", f"the loss of the first {SAMPLES} samples is {loss}; {why}")
         return
-    _, peak = memory_in_use([trainer.strategy.device])
-    figures |= {"loss": loss, "trial_samples": batch_size_of(inputs), "peak_bytes": peak}
+    figures |= {"loss": loss, "trial_samples": batch_size_of(inputs)}
     subject.gives_loss = True
     _check_gradients(subject)
-    if subject.classes is None:
-        find_label(subject, _width_of_logits(trainer.scope.outputs, labels_in(subject)))
+    outputs, labels = trainer.scope.outputs, inputs.get("labels") if isinstance(inputs, Mapping) else None
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor) and logits.shape[:-1] == labels.shape:
+        check_samples(subject, classes=logits.shape[-1] if logits.shape[-1] > 1 else 0)
 
 
-def _culprit(subject: CheckContext) -> str:
-    inputs = subject.inputs if isinstance(subject.inputs, Mapping) else {}
-    for kind, values in (("weights", dict(subject.trainer.model.named_parameters())), ("input", inputs)):
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and not torch.isfinite(value).all().item():  # sync: once a preflight
-                what = "load them again" if kind == "weights" else "clean the data"
-                return f"the {kind} {name!r} hold{'s' * (kind == 'input')} numbers that are not finite: {what}"
-    return "weights and inputs are finite: look for a division by zero, a logarithm of 0, or a mean over no target"
+def _not_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:
+    return [name for name, t in named if t is not None and not torch.isfinite(t).all().item()]  # sync: once a preflight
 
 
 def _check_gradients(subject: CheckContext) -> None:
@@ -106,21 +99,13 @@ def _check_gradients(subject: CheckContext) -> None:
             f"{len(without)} of {len(named)} trainable parameters took no part in the loss of two samples ({shown}); "
             "freeze them, or use them; several processes need ddp_find_unused_parameters=True for them",
         )
-    bad = [name for name, g in named if g is not None and not torch.isfinite(g).all().item()]  # sync: once a preflight
+    bad = _not_finite(named)
     if bad and not subject.args.fp16:  # scaled losses overflow at first, and the scale adapts
         subject.say(
             "T506",
             f"the loss is finite, but the gradient of {bad[0]!r} and {len(bad) - 1} other parameters is not; look for "
             "a square root or a norm of 0",
         )
-
-
-def _width_of_logits(outputs: Any, labels: torch.Tensor | None) -> int | None:
-    """Return the number of classes that logits have, if there is a label for each row of them."""
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    if not isinstance(logits, torch.Tensor) or labels is None or logits.shape[:-1] != labels.shape:
-        return None
-    return logits.shape[-1] if logits.shape[-1] > 1 else None
 
 
 def check_loss_division(subject: CheckContext) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tr_args import ArgumentsError
-from tr_log.formatting import duration, size
+from tr_log.formatting import size
 from tr_log.masking import mask_secrets
 
 Severity = Literal["error", "warning", "info"]
@@ -52,7 +52,6 @@ CODES: dict[str, Code] = {
     # Output folder, and the checkpoint to resume from
     "T201": Code("error", "output_dir cannot be written to"),
     "T202": Code("error", "the disk is too small for the checkpoints"),
-    "T203": Code("info", "the number of checkpoints is not limited"),
     "T205": Code("error", "the checkpoint to resume from is missing or damaged, lacks something or cannot be read"),
     "T206": Code("warning", "a damaged checkpoint would be skipped"),
     "T207": Code("warning", "the run to be resumed is complete"),
@@ -75,8 +74,7 @@ CODES: dict[str, Code] = {
     "T501": Code("error", "nothing of the model can be trained"),
     "T502": Code("error", "forward or backward fails"),
     "T503": Code("error", "the model gives no loss"),
-    "T504": Code("error", "the loss is not one number"),
-    "T505": Code("error", "the loss has no gradient"),
+    "T505": Code("error", "the loss is not one number, or has no gradient"),
     "T506": Code("error", "the first loss or gradient is not finite"),
     "T508": Code("warning", "trainable parameters get no gradient"),
     "T509": Code("error", "the loss grows with the number of samples"),
@@ -90,10 +88,8 @@ CODES: dict[str, Code] = {
 _ORDER: tuple[Severity, ...] = ("error", "warning", "info")
 # How figures are shown that are no plain numbers or words.
 _SHOWN: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes"), size),
+    **dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes"), size),
     **dict.fromkeys(("checkpoint_bytes", "disk_bytes", "disk_free_bytes"), size),
-    "forward_backward_s": "{:.3g} s".format,
-    "estimated_s": lambda value: f"at most {duration(max(value, 1))}",
     "loss": "{:.6g}".format,
     "metrics": ", ".join,
 }

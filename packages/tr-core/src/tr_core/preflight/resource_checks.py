@@ -1,4 +1,4 @@
-"""Check that disk and memory suffice, and estimate how long the run takes."""
+"""Check that disk and memory suffice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tr_core.checkpoint.saving import model_parts
+from tr_core.evaluation.gather import map_tensors
 from tr_core.preflight.context import CheckContext
 from tr_core.protocols import EvaluationWeights, Stateful
 from tr_core.state import resolve_steps
@@ -28,8 +29,6 @@ def check_disk_space(subject: CheckContext) -> None:
         return
     count = checkpoints_at_once(subject)
     figures["checkpoints_at_once"] = count = None if count == math.inf else int(count)
-    if args.save_total_limit is None and count != 1:
-        subject.say("T203", "save_total_limit is not set: all checkpoints stay; set it to keep the newest ones only")
     if subject.given_trainer is None or count is None:
         return
     trainer = subject.trainer
@@ -95,18 +94,11 @@ def tensor_bytes(tree: Any) -> int:
     """Return the size of all tensors inside mappings, lists and tuples; a repeated tensor counts once."""
     seen: dict[tuple[Any, ...], int] = {}
 
-    def walk(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            where = id(value) if value.device.type == "meta" else value.data_ptr()
-            seen[(value.device, where, value.shape)] = value.numel() * value.element_size()
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                walk(item)
+    def count(tensor: torch.Tensor) -> None:
+        where = id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
+        seen[(tensor.device, where, tensor.shape)] = tensor.nbytes
 
-    walk(tree)
+    map_tensors(count, tree)
     return sum(seen.values())
 
 
@@ -171,12 +163,3 @@ def check_memory(subject: CheckContext) -> None:
             f"parameters, gradients and optimizer state take {size(needed)}, the device has {size(there)}; "
             "freeze more of the model, choose an optimizer with a smaller state, or divide it over devices",
         )
-
-
-def estimate_time(subject: CheckContext) -> None:
-    """Estimate the time from one forward and backward; an upper bound if larger batches are more efficient."""
-    figures = subject.figures
-    if "forward_backward_s" in figures and figures.get("steps") and figures.get("trial_samples"):
-        per_sample_s = figures["forward_backward_s"] / figures["trial_samples"]
-        per_rank = figures["samples_per_step"] / figures["world_size"]
-        figures["estimated_s"] = per_sample_s * per_rank * figures["steps"]
