@@ -146,7 +146,7 @@ MISTAKES = {
         {},
         RuntimeError,
         "T502",
-        "takes float32 with 8 numbers in the last dimension, and was given float64 of the shape",
+        "the micro-batch holds x float64 (",
     ),
     "too many features": (
         Classifier,
@@ -154,7 +154,7 @@ MISTAKES = {
         {},
         RuntimeError,
         "T502",
-        "takes float32 with 8 numbers in the last dimension, and was given float32 of the shape",
+        "the micro-batch holds x float32 (",
     ),
     "a number for each class as the label": (
         Classifier,

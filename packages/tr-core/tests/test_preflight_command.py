@@ -39,19 +39,19 @@ def found(report):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("name", "code", "message"),
     [
-        (["absent.yaml"], "there is no file 'absent.yaml'"),
-        (
-            ["notes.txt"],
-            "'notes.txt' has the ending '.txt'; give a file that ends in one of .py, .yaml, .yml, .toml, .json",
-        ),
+        ("absent.yaml", "T004", "absent.yaml"),
+        ("absent.py", "T005", "FileNotFoundError"),
+        ("notes.txt", "T004", "has the unknown ending '.txt'; needs .yaml, .yml, .toml or .json"),
     ],
 )
-def test_what_cannot_be_checked_is_a_usage_error(folder, capsys, words, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert message in capsys.readouterr().err
+def test_a_file_that_is_not_there_or_of_another_kind_is_an_error(folder, capsys, name, code, message):
+    (folder / "notes.txt").write_text("")
+    assert main(["--json", name]) == 1
+    [problem] = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["code"] == code
+    assert message in problem["message"]
 
 
 @pytest.mark.parametrize("words", [[], ["--jsn", "x.yaml"]])

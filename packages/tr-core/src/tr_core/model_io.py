@@ -122,6 +122,21 @@ def batch_size_of(inputs: Any) -> int | None:
     return next((size for size in map(batch_size_of, values) if size is not None), None)
 
 
+def rows_of(batch: Any, start: int, stop: int) -> Any:
+    """Return some rows of every tensor and list in a batch that has as many rows as the first tensor."""
+    size = batch_size_of(batch)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: cut(item) for key, item in value.items()}
+        if isinstance(value, list | tuple) and any(hasattr(item, "shape") for item in value):
+            return type(value)(map(cut, value))
+        has_rows = isinstance(value, list) or getattr(value, "shape", ()) != ()
+        return value[start:stop] if has_rows and len(value) == size else value
+
+    return cut(batch)
+
+
 def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
     """Return the loss in a model's outputs: `loss` of a dict or object, else the first item of a tuple.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["CODES", "Problem", "Report", "check"]
 
 # A run only checks whether a preflight is requested.
-_REPORT = "tr_core.preflight.report"
-_ORIGINS = {"CODES": _REPORT, "Problem": _REPORT, "Report": _REPORT, "check": "tr_core.preflight.checks"}
+_ORIGINS: dict[str, str] = dict.fromkeys(("CODES", "Problem", "Report"), "tr_core.preflight.report")
+_ORIGINS["check"] = "tr_core.preflight.checks"
 
 __getattr__, __dir__ = on_first_use(__name__, _ORIGINS)

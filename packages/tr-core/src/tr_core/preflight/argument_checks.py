@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tr_args import TrainingArguments
 from tr_core import plugins
-from tr_core.callbacks.defaults import CALLBACKS_BY_ARGUMENT, trackers
+from tr_core.callbacks.defaults import default_callbacks
 from tr_core.checkpoint.restoring import find_checkpoint
 from tr_core.choose_strategy import usable_strategy
 from tr_core.optim.optimizers import build_optimizer, optimizer_factory, parameter_groups
@@ -21,55 +23,43 @@ from tr_core.training import earlier_run
 from tr_core.validation import refuse_unsupported, why_not_writable
 
 
-def check_options(subject: CheckContext) -> None:
-    """Find options that contradict each other, and options that this version ignores."""
-    with subject.saying("T003"):
-        subject.args.check()
-    with subject.saying("T007"):
-        refuse_unsupported(subject.args)
+def check_alone(subject: CheckContext) -> None:
+    """Ask of arguments without a Trainer what building one, and its run, would refuse."""
+    args = subject.args
+    questions: tuple[tuple[str, tuple[str, ...], Callable[[], object]], ...] = (
+        ("T003", (), args.check),
+        ("T007", (), lambda: refuse_unsupported(args)),
+        ("T302", ("report_to",), lambda: default_callbacks(args, SingleDevice("cpu"))),
+        ("T303", ("strategy", "fp16", "bf16", "use_cpu"), lambda: _strategy(args)),
+        ("T304", ("optim", "optim_args"), lambda: _optimizer(args)),
+        ("T304", ("lr_scheduler_type", "lr_scheduler_kwargs"), lambda: _schedule(args, subject.steps or 1)),
+    )
+    for code, options, ask in questions:
+        with subject.saying(code, *options):
+            ask()
 
 
-def check_names(subject: CheckContext) -> None:
-    """Find names of trackers and callbacks that no installed package has."""
-    with subject.saying("T302", "report_to"):
-        trackers(subject.args)
-    for name, option in CALLBACKS_BY_ARGUMENT.items():
-        with subject.saying("T302", option, what=f"{option}: "):
-            if getattr(subject.args, option):
-                plugins.load("tr.callbacks", name)
+def _strategy(args: TrainingArguments) -> object:
+    """Build the strategy; of several processes, which building would join, only what it would do on one device."""
+    name = str(args.strategy)
+    if name in ("single", "mps") or (name == "auto" and args.world_size == 1):
+        return usable_strategy(args)
+    plugins.load("tr.strategies", "ddp" if name == "auto" else name)
+    return SingleDevice.from_arguments(args)
 
 
-def check_device(subject: CheckContext) -> None:
-    """Find a precision that the device lacks, and a launch environment that does not fit the strategy.
-
-    A strategy of several processes is not built, because building joins them. Its precision is checked as for one
-    device.
-    """
-    args, name = subject.args, str(subject.args.strategy)
-    with subject.saying("T303", "strategy", "fp16", "bf16", "use_cpu"):
-        if name in ("single", "mps") or (name == "auto" and args.world_size == 1):
-            usable_strategy(args)
-        else:
-            plugins.load("tr.strategies", "ddp" if name == "auto" else name)
-            SingleDevice.from_arguments(args)
-
-
-def check_recipe(subject: CheckContext) -> None:
-    """Build optimizer and schedule for a layer of one number: it shows whether there are such, and take the options.
-
-    An optimizer of a package may need a real model: only its name is looked up.
-    """
-    args, steps = subject.args, subject.steps or 1
+def _optimizer(args: TrainingArguments) -> object:
+    """Build the optimizer for a layer of one number; one of a package may need a real model: its name is looked up."""
+    if str(args.optim) in plugins.available("tr.optimizers"):
+        return plugins.load("tr.optimizers", str(args.optim))
     with torch.random.fork_rng(devices=[]):
-        groups = parameter_groups(nn.Linear(1, 1), args.weight_decay)
-    with subject.saying("T304", "optim", "optim_args", what=f"optim={str(args.optim)!r}: "):
-        if str(args.optim) in plugins.available("tr.optimizers"):
-            plugins.load("tr.optimizers", str(args.optim))
-        else:
-            build_optimizer(*optimizer_factory(args), groups)
-    with subject.saying("T304", "lr_scheduler_type", "lr_scheduler_kwargs"):
-        other, options = torch.optim.SGD(groups, args.learning_rate), dict(args.lr_scheduler_kwargs or {})
-        get_scheduler(args.lr_scheduler_type, other, args.get_warmup_steps(steps), steps, options)
+        return build_optimizer(*optimizer_factory(args), parameter_groups(nn.Linear(1, 1), args.weight_decay))
+
+
+def _schedule(args: TrainingArguments, steps: int) -> object:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], args.learning_rate)
+    options = dict(args.lr_scheduler_kwargs or {})
+    return get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps, options)
 
 
 def check_events(subject: CheckContext) -> None:
@@ -80,11 +70,10 @@ def check_events(subject: CheckContext) -> None:
     unit = {"steps": "steps", "epoch": "epochs"}.get(str(args.eval_strategy))
     length = getattr(subject, unit) if unit else None
     if length is not None and args.eval_delay > length:
-        watched = f"; {args.metric_for_best_model!r} then chooses no best model" if args.metric_for_best_model else ""
         subject.say(
             "T103",
             f"eval_strategy={str(args.eval_strategy)!r} with eval_delay={args.eval_delay:g} evaluates never in a run "
-            f"of {length} {unit}{watched}; lower eval_delay",
+            f"of {length} {unit}; lower eval_delay",
             "eval_delay",
         )
     if args.get_warmup_steps(steps) >= max(steps, 1):
@@ -124,9 +113,10 @@ def check_checkpoints(subject: CheckContext) -> None:
         return
     strategy: Any = SingleDevice("cpu") if trainer is None else trainer.strategy
     with subject.saying("T302", "checkpointer"):
-        name = str(args.checkpointer)
-        own = plugins.load("tr.checkpointers", name)(args, strategy) if trainer is None else trainer.checkpointer()
-        subject.checkpointer = own
+        if trainer is None:
+            subject.checkpointer = plugins.load("tr.checkpointers", str(args.checkpointer))(args, strategy)
+        else:
+            subject.checkpointer = trainer.checkpointer()
     if subject.checkpointer is None or not subject.trains:
         return
     with subject.saying("T205", "resume_from_checkpoint" if subject.resumes else "output_dir"):

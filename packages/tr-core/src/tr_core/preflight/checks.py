@@ -7,6 +7,7 @@ from typing import Any
 
 from tr_args import TrainingArguments
 from tr_core.callback import CallbackList
+from tr_core.changes import assigned
 from tr_core.preflight import argument_checks, data_checks, model_checks, resource_checks
 from tr_core.preflight.context import CheckContext, logger
 from tr_core.preflight.report import Report
@@ -14,10 +15,7 @@ from tr_core.trainer_methods import TrainerMethods
 
 # Checks of arguments alone, and of a Trainer: later ones use results of earlier ones.
 _ARGUMENT_CHECKS = (
-    argument_checks.check_options,
-    argument_checks.check_names,
-    argument_checks.check_device,
-    argument_checks.check_recipe,
+    argument_checks.check_alone,
     argument_checks.check_events,
     argument_checks.check_output_folder,
     argument_checks.check_checkpoints,
@@ -35,7 +33,6 @@ _TRAINER_CHECKS = (
     model_checks.check_loss_division,
     model_checks.check_evaluation,
     resource_checks.check_optimizer,
-    resource_checks.check_memory,
     resource_checks.check_disk_space,
 )
 
@@ -76,11 +73,22 @@ def check(
     args = trainer.args
     # A trial run does not resume.
     resume = False if args.fast_dev_run else args.resume_from_checkpoint if resume is None else resume
-    subject = CheckContext(args, trainer, resume, evaluation_data, trains, ends_here)
+    handler, model = trainer.callback_handler, trainer.model
+    subject = CheckContext(args, trainer, resume, evaluation_data, trains, ends_here, callbacks=[*handler.callbacks])
     logger.info("check: preparing the model")
-    with subject.saying("T303", what="the strategy cannot prepare the model: "):
-        trainer.prepare()
-        _examine(subject)
+    with (
+        subject.saying("T303", what="the strategy cannot prepare the model: "),
+        assigned(trainer, callback_handler=CallbackList(handler.context)),
+    ):
+        trainer.prepare().zero_grad(set_to_none=True)
+        subject.figures |= {
+            "model": type(model).__name__,
+            "device": str(trainer.strategy.device),
+            "world_size": trainer.strategy.world_size,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        }
+        _run(_TRAINER_CHECKS, subject)
     return Report(type(trainer).__name__, subject.problems, subject.figures)
 
 
@@ -90,31 +98,8 @@ def check_arguments(args: TrainingArguments, target: str) -> Report:
     if args.max_steps > 0:
         subject.steps = subject.figures["steps"] = args.max_steps
     _run(_ARGUMENT_CHECKS, subject)
-    subject.say(
-        "T010",
-        "a configuration file alone says nothing of data, model, loss and metrics, nor of the number of steps without "
-        "max_steps: check the script for that",
-    )
+    subject.say("T010", "a configuration file says nothing of data, model, loss and metrics: check the script for that")
     return Report(target, subject.problems, subject.figures)
-
-
-def _examine(subject: CheckContext) -> None:
-    trainer = subject.trainer
-    subject.figures |= {
-        "model": type(trainer.model).__name__,
-        "device": str(trainer.strategy.device),
-        "world_size": trainer.strategy.world_size,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-    }
-    handler = trainer.callback_handler
-    subject.callbacks = list(handler.callbacks)
-    trainer.model_wrapped.zero_grad(set_to_none=True)
-    trainer.callback_handler = CallbackList(handler.context)
-    try:
-        _run(_TRAINER_CHECKS, subject)
-    finally:
-        trainer.callback_handler = handler
 
 
 def _run(checks: Sequence[Callable[[CheckContext], None]], subject: CheckContext) -> None:

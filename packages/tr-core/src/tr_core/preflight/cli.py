@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tr_args import ArgumentParser, ArgumentsError, Seq2SeqTrainingArguments
 from tr_core.preflight.report import Problem, Report, argument_problems, last_line, raised_at
 from tr_core.preflight.requested import VARIABLE, PreflightDone, is_first_process
 
-_KINDS = (".py", ".yaml", ".yml", ".toml", ".json")
 _DESCRIPTION = """\
 Find out before a run what would stop or spoil it, without training a step.
 
@@ -37,7 +36,7 @@ What is checked, and codes such as T105, are listed in docs/check-codes.md of tr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; end the program with code 2 if the target is missing or of unknown kind.
+    """Run the command; end the program with code 2 if a word is unknown or missing.
 
     Returns:
         0; 1 if there is an error, or with --strict a warning.
@@ -62,21 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--strict", action="store_true", help="let warnings count as problems in the exit code")
-    parser.add_argument("file", metavar="SCRIPT|CONFIG", type=_file, help=f"a file that ends in {', '.join(_KINDS)}")
+    parser.add_argument("file", metavar="SCRIPT|CONFIG", type=Path, help="a .py, .yaml, .yml, .toml or .json file")
     words = parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script")
     words.required = False  # else the message about a missing file requires these too
     return parser
-
-
-def _file(name: str) -> Path:
-    path = Path(name)
-    if path.suffix.lower() not in _KINDS:
-        raise argparse.ArgumentTypeError(
-            f"{name!r} has the ending {path.suffix!r}; give a file that ends in one of {', '.join(_KINDS)}"
-        )
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {name!r}")
-    return path
 
 
 def check_config(path: Path, words: Sequence[str]) -> Report:
@@ -103,62 +91,50 @@ def check_script(script: Path, words: Sequence[str]) -> Report:
 
     The script ends there. It also ends at an optimizer step without a Trainer, as in its own loop.
     """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook  # late: help and a mistyped word need no torch
+
+    from tr_core.changes import assigned
+
     error: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        answer = Path(folder) / "report.json"
-        with _as_program(script, words, answer):
-            try:
+        answer, handle = Path(folder) / "report.json", register_optimizer_step_pre_hook(_refuse_step)
+        os.environ[VARIABLE] = str(answer)
+        try:
+            with assigned(sys, argv=[str(script), *words], path=[str(script.absolute().parent), *sys.path]):
                 runpy.run_path(str(script.absolute()), run_name="__main__")
-            except KeyboardInterrupt:
-                raise
-            except BaseException as caught:  # report whatever a script raises, SystemExit included
-                error = caught
+        except KeyboardInterrupt:
+            raise
+        except BaseException as caught:  # report whatever a script raises, SystemExit included
+            error = caught
+        finally:
+            del os.environ[VARIABLE]
+            handle.remove()
         if answer.exists():
             report = Report.from_dict(json.loads(answer.read_text(encoding="utf-8")))
             report.target = str(script)
             return report
     if isinstance(error, PreflightDone):  # another rank has the report
         return Report(str(script))
-    return Report(str(script), list(_instead(script, error)))
+    return Report(str(script), _instead(script, error))
 
 
-@contextlib.contextmanager
-def _as_program(script: Path, words: Sequence[str], answer: Path) -> Iterator[None]:
-    """Make the process one of the script's own inside the block: it is to be checked, and no optimizer makes a step."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    def refuse(optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        if all(parameter.device.type == "meta" for group in optimizer.param_groups for parameter in group["params"]):
-            return  # the preflight's own step, which measures the size of an optimizer's state
+def _refuse_step(optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    """End the script, unless this is the preflight's own step, which measures the size of an optimizer's state."""
+    if any(parameter.device.type != "meta" for group in optimizer.param_groups for parameter in group["params"]):
         raise OwnLoopError(1)
 
-    arguments, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *words]
-    sys.path.insert(0, str(script.absolute().parent))
-    os.environ[VARIABLE] = str(answer)
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = arguments, path
-        del os.environ[VARIABLE]
-        handle.remove()
 
-
-def _instead(script: Path, error: BaseException | None) -> Iterator[Problem]:
-    """Yield the reason for a missing report of a Trainer."""
+def _instead(script: Path, error: BaseException | None) -> list[Problem]:
+    """Return the reason for a missing report of a Trainer."""
     needed = "needed is a script that calls train, evaluate or predict of a tr_core Trainer"
     if error is None or (isinstance(error, SystemExit) and not error.code):
-        yield Problem("T006", f"{script.name} ended, and no Trainer began to train, evaluate or predict; {needed}")
-        return
+        return [Problem("T006", f"{script.name} ended, and no Trainer began to train, evaluate or predict; {needed}")]
     where = raised_at(error)
     if isinstance(error, OwnLoopError):
-        yield Problem("T011", f"an optimizer made a step without a Trainer; {needed}", where)
-        return
-    refused = [each for each in (error, error.__context__) if isinstance(each, ArgumentsError)]
-    for each in refused:
-        yield from argument_problems(each, where)
-    if not refused:
-        is_exit = isinstance(error, SystemExit)
-        ended = f"it ended itself with the exit code {error.code!r}" if is_exit else last_line(error)
-        yield Problem("T005", f"{script.name} failed before it began to train: {ended}", where)
+        return [Problem("T011", f"an optimizer made a step without a Trainer; {needed}", where)]
+    for each in (error, error.__context__):
+        if isinstance(each, ArgumentsError):
+            return list(argument_problems(each, where))
+    is_exit = isinstance(error, SystemExit)
+    ended = f"it ended itself with the exit code {error.code!r}" if is_exit else last_line(error)
+    return [Problem("T005", f"{script.name} failed before it began to train: {ended}", where)]

@@ -32,7 +32,6 @@ class CheckContext:
         callbacks: those of the Trainer, which are not called.
         checkpointer: that of the run; None if it saves nothing or the checkpointer is not installed.
         inputs: a batch of two training samples, on the host; None if there is none.
-        gives_loss: whether the trial returned a loss with a gradient.
     """
 
     args: Any
@@ -48,7 +47,6 @@ class CheckContext:
     epochs: int | None = None
     checkpointer: Any = None
     inputs: Any = None
-    gives_loss: bool = False
 
     @property
     def trainer(self) -> TrainerMethods:
@@ -86,7 +84,7 @@ class CheckContext:
 
     def evaluation_sets(self) -> dict[str, Any]:
         """Return the evaluation data by the prefix of its metrics."""
-        own: Any = None if self.given_trainer is None else self.given_trainer.eval_dataset
+        own: Any = self.trainer.eval_dataset
         data = own if self.evaluation_data is None else self.evaluation_data
         if isinstance(data, str):
             data = {data: own[data]}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tr_core.data.batches import batches_of
 from tr_core.data.sampler import has_length
 from tr_core.data.short_runs import training_batches
-from tr_core.model_io import batch_size_of
+from tr_core.model_io import rows_of
 from tr_core.plan import make_plan
 from tr_core.preflight.context import SAMPLES, CheckContext, logger
 from tr_core.preflight.diagnosis import limits_of, limits_of_labels, misfits, scan
-
-_MOST_LEFT_OUT = 0.1
-"""Share of the data that may be unused before a warning."""
 
 
 def check_length(subject: CheckContext) -> None:
@@ -33,7 +30,7 @@ def check_length(subject: CheckContext) -> None:
         dataset: Any = trainer.train_dataset
         whole = len(dataset) if dataset is not None and has_length(dataset) else 0
         unused = whole - (batches.num_samples or whole)
-        if args.dataloader_drop_last and unused > _MOST_LEFT_OUT * whole:
+        if args.dataloader_drop_last and unused > whole / 10:
             subject.say(
                 "T108",
                 f"dataloader_drop_last=True leaves {unused} of {whole} samples out of every epoch, at "
@@ -72,21 +69,6 @@ def first_batch(
         subject.say_why(error, dataset, "T402", f"the first samples of the {what} data cannot be made a batch")
         return None
     return None if batch is None else rows_of(batch.inputs, 0, number)
-
-
-def rows_of(batch: Any, start: int, stop: int) -> Any:
-    """Return some rows of every tensor and list in a batch that has as many rows as the first tensor."""
-    size = batch_size_of(batch)
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: cut(item) for key, item in value.items()}
-        if isinstance(value, list | tuple) and any(hasattr(item, "shape") for item in value):
-            return type(value)(map(cut, value))
-        has_rows = isinstance(value, list) or getattr(value, "shape", ()) != ()
-        return value[start:stop] if has_rows and len(value) == size else value
-
-    return cut(batch)
 
 
 def check_samples(subject: CheckContext, classes: int = 0) -> None:

@@ -21,7 +21,6 @@ import torch
 from torch.nn import functional
 
 from tr_core.data.loaders import is_map_style
-from tr_core.loss import split_loss
 from tr_core.model_io import IGNORED_TARGET, base_model, loss_of, main_input_name
 from tr_core.runtime.memory import is_out_of_memory
 from tr_core.signatures import parameters_of
@@ -48,11 +47,6 @@ class Failure:
     def inputs(self) -> Any:
         """The micro-batch as the loader gave it, on the host, if its forward, loss or backward failed; else None."""
         return self.trainer.scope.inputs
-
-    @property
-    def trains(self) -> bool:
-        """Whether the data is that of training."""
-        return self.data is self.trainer.train_dataset
 
     @property
     def loss(self) -> torch.Tensor | None:
@@ -85,7 +79,7 @@ class Failure:
 
     def misfit(self, limits: Limits) -> str | None:
         """Return what is wrong with the first sample of the data, or with the micro-batch, that has such a number."""
-        kind = "training" if self.trains else "evaluation"
+        kind = "training" if self.data is self.trainer.train_dataset else "evaluation"
         samples = ((f"sample {index} of the {kind} data", sample) for index, sample in scan(self.data, 100_000))
         found = misfits(chain(samples, [("the micro-batch", self.inputs)]), limits)
         return next((text for code, text in found if not limits or code != "T409"), None)
@@ -116,15 +110,9 @@ def explain(error: Exception, trainer: TrainerMethods, data: Any) -> None:
     """Add to an exception what is wrong with its micro-batch and what to do, as a note; its type and text stay."""
     with suppress(Exception):  # what is looked at may fail itself, as a device after an error
         failure = Failure(error, trainer, trainer.eval_dataset[data] if isinstance(data, str) else data)
-        _, text = diagnose(failure) or ("", _contents(failure))
-        if text:
-            error.add_note(text)
+        if found := diagnose(failure):
+            error.add_note(found[1])
     trainer.scope.inputs = None  # what surrounds an evaluation does not explain its error again
-
-
-def _contents(failure: Failure) -> str:
-    shown = [f"{name} {_dtype(value)} {tuple(value.shape)}" for name, value in failure.tensors.items()]
-    return f"the micro-batch holds {', '.join(shown)}" if shown else ""
 
 
 def diagnose(failure: Failure) -> tuple[str, str] | None:
@@ -141,7 +129,7 @@ def _out_of_memory(failure: Failure) -> str | None:
     args = failure.trainer.args
     if args.auto_find_batch_size or not is_out_of_memory(failure.error):
         return None
-    if not failure.trains:
+    if failure.data is not failure.trainer.train_dataset:
         return (
             f"memory ran out in an evaluation with per_device_eval_batch_size={args.per_device_eval_batch_size}: lower "
             "it, and set eval_accumulation_steps=1, so that predictions leave the device"
@@ -149,12 +137,10 @@ def _out_of_memory(failure: Failure) -> str | None:
     size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     now = f"memory ran out with per_device_train_batch_size={size} and gradient_accumulation_steps={steps}"
     less = size // 2 if size % 2 == 0 else 1
-    smaller = f"set them to {less} and {steps * size // less}, which keeps the samples of a step, or "
+    smaller = f"set them to {less} and {steps * size // less}, which keeps the samples of a step"
+    smaller = f"{smaller}, or auto_find_batch_size=True" if size > 1 else "a micro-batch is one sample"
     on = " is on already" if args.gradient_checkpointing else "=True"
-    return (
-        f"{now}: {smaller if size > 1 else ''}auto_find_batch_size=True; gradient_checkpointing{on}; shorter samples "
-        "need less too"
-    )
+    return f"{now}: {smaller}; gradient_checkpointing{on}; shorter samples need less too"
 
 
 def _outside_of_embedding(failure: Failure) -> str | None:
@@ -163,7 +149,7 @@ def _outside_of_embedding(failure: Failure) -> str | None:
         return None
     rows = len(weight)
     same = [name for name, column in failure.tensors.items() if torch.equal(column.cpu(), ids.cpu())]
-    value = ids[(ids < 0) | (ids >= rows)][0]
+    value = next(iter(ids[(ids < 0) | (ids >= rows)].tolist()), None)  # sync: the run has ended
     return failure.misfit(dict.fromkeys(same, ("T514", rows, 0))) or (
         f"an embedding of {rows} rows has no row {value}, and no column of the batch holds that number: if it is one "
         f"of positions, samples are too long for the model; truncate them to {rows}"
@@ -171,10 +157,8 @@ def _outside_of_embedding(failure: Failure) -> str | None:
 
 
 def _behind_lost_device(failure: Failure) -> str | None:
-    model = failure.trainer.model
-    return (
-        failure.misfit(limits_of(model, failure.trainer.label_names, failure.inputs)) if failure.lost_device else None
-    )
+    limits = limits_of(failure.trainer.model, failure.trainer.label_names, failure.inputs)
+    return failure.misfit(limits) if failure.lost_device else None
 
 
 Limits = dict[str, tuple[str, int, int]]
@@ -185,14 +169,13 @@ def limits_of(model: Any, names: list[str], inputs: Any) -> Limits:
     """Return the limits that the configuration of a model of transformers tells, for samples of such a batch."""
     model = base_model(model)
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    limits: Limits = (
-        {main_input_name(model): ("T514", rows, 0)} if (rows := getattr(embedding, "num_embeddings", 0)) else {}
-    )
+    rows = getattr(embedding, "num_embeddings", None)
+    limits: Limits = {main_input_name(model): ("T514", rows, 0)} if rows else {}
     given = inputs if isinstance(inputs, Mapping) else {}
     labels = next((given[name] for name in ("labels", *names) if name in given), None)
     config = getattr(model, "config", None)
     per_sample = getattr(labels, "ndim", 0) == 1 or "TokenClassification" in type(model).__name__
-    classes = getattr(config, "num_labels" if per_sample else "vocab_size", None)
+    classes: Any = getattr(config, "num_labels" if per_sample else "vocab_size", None)
     is_known = isinstance(classes, int) and classes > 1 and getattr(config, "problem_type", None) != "regression"
     return limits | (limits_of_labels(names, classes) if is_known else {})
 
@@ -284,18 +267,9 @@ def _missing_columns(failure: Failure) -> str | None:
     )
 
 
-def _unfit_for_weights(failure: Failure) -> str | None:
-    forward = torch.nn.Linear.forward
-    layer, given = failure.local(forward, "self"), failure.local(forward, "input")
-    if not isinstance(given, torch.Tensor) or given.dim() == 0:
-        return None
-    if given.shape[-1] == layer.in_features and given.dtype == layer.weight.dtype:
-        return None
-    return (
-        f"{layer} takes {_dtype(layer.weight)} with {layer.in_features} numbers in the last dimension, and was given "
-        f"{_dtype(given)} of the shape {tuple(given.shape)}; make that fit in the data set or the collator: "
-        f"{_contents(failure)}"
-    )
+def _contents(failure: Failure) -> str | None:
+    shown = [f"{name} {_dtype(value)} {tuple(value.shape)}" for name, value in failure.tensors.items()]
+    return f"the micro-batch holds {', '.join(shown)}" if shown else None
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -317,16 +291,13 @@ def _no_gradient(failure: Failure) -> str | None:
 
 def _no_loss(failure: Failure) -> str | None:
     names, inputs = failure.trainer.label_names, failure.inputs
-    is_refused = any(failure.local(function, name) is not None for function, name in _READS_LOSS)
+    is_refused = failure.local(loss_of, "outputs") is not None
     is_by_override = failure.trainer.overrides("compute_loss", "training_step")
     if failure.loss is not None or (is_by_override and not is_refused):
         return None
     if names and isinstance(inputs, Mapping) and not set(names) & set(inputs):
         return f"the model gives no loss: no {' or '.join(names)} among {failure.columns}{failure.left_out}"
     return f"the model gives no loss: the batch has {failure.columns}" if is_refused else None
-
-
-_READS_LOSS = ((loss_of, "outputs"), (split_loss, "returned"))
 
 
 def _not_finite(failure: Failure) -> str | None:
@@ -342,7 +313,7 @@ _OF_A_BATCH: _Rows = (
     ("T408", _no_class_numbers),
     ("T405", _outside_of_classes),
     ("T502", _missing_columns),
-    ("T502", _unfit_for_weights),
     ("T503", _no_loss),
+    ("T502", _contents),
 )
 _OF_OTHERS: _Rows = (("T404", _not_sent), ("T409", _not_finite))

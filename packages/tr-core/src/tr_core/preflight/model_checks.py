@@ -11,9 +11,9 @@ from tr_core.changes import assigned
 from tr_core.data.sampler import MicroBatch, has_length
 from tr_core.evaluation.best_metric import adds_to_results, metric_name, watched_metric
 from tr_core.evaluation.metrics import is_streaming
-from tr_core.model_io import batch_size_of
+from tr_core.model_io import batch_size_of, rows_of
 from tr_core.preflight.context import SAMPLES, CheckContext, logger
-from tr_core.preflight.data_checks import check_samples, first_batch, rows_of
+from tr_core.preflight.data_checks import check_samples, first_batch
 from tr_core.random_state import set_seed
 from tr_core.runtime.run_context import align_special_tokens
 from tr_core.signatures import takes_argument
@@ -58,8 +58,7 @@ def check_forward_backward(subject: CheckContext) -> None:
     trainer, figures, inputs = subject.trainer, subject.figures, subject.inputs
     if inputs is None or not figures["trainable_parameters"]:
         return
-    compiled = ", compiling the model first" if subject.args.torch_compile else ""
-    logger.info("check: one forward and backward of two samples%s", compiled)
+    logger.info("check: one forward and backward of two samples")
     align_special_tokens(trainer.model, trainer.processing_class)
     trainer.model_wrapped.train()
     trainer.callback_handler.wants_outputs = takes_argument(trainer.compute_loss, "return_outputs")
@@ -71,14 +70,12 @@ def check_forward_backward(subject: CheckContext) -> None:
         return
     if loss - loss != 0:
         bad = _not_finite(trainer.model.named_parameters())
-        why = (
-            "weights are finite: look for numbers in the data that are not, a division by zero, a logarithm of 0, or a"
-        )
-        why = f"the weights {bad[0]!r} are not finite: load them again" if bad else f"{why} mean over no target"
+        why = "weights are finite: look for bad numbers in the data, a division by zero, or a mean over no target"
+        if bad:
+            why = f"the weights {bad[0]!r} are not finite: load them again"
         subject.say("T506", f"the loss of the first {SAMPLES} samples is {loss}; {why}")
         return
     figures |= {"loss": loss, "trial_samples": batch_size_of(inputs)}
-    subject.gives_loss = True
     _check_gradients(subject)
     outputs, labels = trainer.scope.outputs, inputs.get("labels") if isinstance(inputs, Mapping) else None
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
@@ -115,8 +112,8 @@ def check_loss_division(subject: CheckContext) -> None:
     rows of one batch, so that the collator makes no difference either. A loss that depends on random numbers cannot be
     compared.
     """
-    number = batch_size_of(subject.inputs) or 0 if subject.gives_loss else 0
-    if number < 2:
+    number = batch_size_of(subject.inputs) or 0
+    if "loss" not in subject.figures or number < 2:
         return
     logger.info("check: testing what the loss is divided by")
     trainer, args = subject.trainer, subject.args
@@ -162,18 +159,12 @@ def _tolerance(subject: CheckContext) -> float:
 
 _MORE_SAMPLES = 64
 """Number of samples for metrics that cannot be computed from two samples."""
-_MEASURED = ("runtime", "samples_per_second", "steps_per_second")
-"""Entries that every evaluation reports beside the metrics."""
 
 
 def check_evaluation(subject: CheckContext) -> None:
     """Run `compute_metrics` on two evaluation samples, and check for the metric of the best model."""
     found: list[dict[str, Any]] = []
     for prefix, dataset in subject.evaluation_sets().items():
-        if has_length(dataset) and len(dataset) == 0:
-            subject.say("T407", f"the evaluation data ({prefix}) is empty; add data, or set eval_strategy='no'")
-            found.append({})
-            continue
         logger.info("check: evaluating two samples (%s)", prefix)
         found.append(_evaluate(subject, prefix, dataset))
     results = {name: value for metrics in found for name, value in metrics.items()}
@@ -184,19 +175,19 @@ def check_evaluation(subject: CheckContext) -> None:
 
 def _evaluate(subject: CheckContext, prefix: str, dataset: Any) -> dict[str, Any]:
     trainer, compute = subject.trainer, subject.trainer.compute_metrics
+    if has_length(dataset) and len(dataset) == 0:
+        subject.say("T407", f"the evaluation data ({prefix}) is empty; add data, or set eval_strategy='no'")
+        return {}
     options = {"ignore_keys": None, "metric_key_prefix": prefix}
     options["prediction_loss_only"] = True if compute is None or is_streaming(compute) else None
-    error: Exception | None = None
     for number in (SAMPLES, _MORE_SAMPLES):
-        batch = first_batch(subject, dataset, "evaluation", number)
-        if batch is None:
+        if (batch := first_batch(subject, dataset, "evaluation", number)) is None:
             return {}
         try:
             return trainer.evaluation_loop([batch], description="Preflight", **options).metrics
-        except Exception as caught:
-            error = caught
-    if error is not None:
-        subject.say_why(error, dataset, "T604", f"evaluating {_MORE_SAMPLES} samples ({prefix}) fails")
+        except Exception as error:
+            if number == _MORE_SAMPLES:
+                subject.say_why(error, dataset, "T604", f"evaluating {number} samples ({prefix}) fails")
     return {}
 
 
@@ -206,7 +197,8 @@ def _check_watched(subject: CheckContext, results: dict[str, Any]) -> None:
     if watched is None or args.eval_strategy == "no":
         return
     key = metric_name(watched)
-    measured = [f"{prefix}_{name}" for prefix in subject.evaluation_sets() for name in _MEASURED]
+    of_speed = ("runtime", "samples_per_second", "steps_per_second")  # every evaluation reports them too
+    measured = [f"{prefix}_{name}" for prefix in subject.evaluation_sets() for name in of_speed]
     # What adds metrics of its own shows them only in a full evaluation.
     if key in results or (key not in measured and not adds_to_results(trainer.overrides, subject.callbacks)):
         with subject.saying("T601", "metric_for_best_model"):

@@ -14,7 +14,7 @@ import torch
 from tr_core.checkpoint.saving import model_parts
 from tr_core.evaluation.gather import map_tensors
 from tr_core.preflight.context import CheckContext
-from tr_core.protocols import EvaluationWeights, Stateful
+from tr_core.protocols import EvaluationWeights
 from tr_core.state import resolve_steps
 from tr_core.validation import nearest_existing_path
 from tr_log.formatting import size
@@ -35,7 +35,10 @@ def check_disk_space(subject: CheckContext) -> None:
     parts = model_parts(trainer.strategy, trainer.model, trainer.model_wrapped)
     model = tensor_bytes([part.state_dict() for part in parts.values()])
     optimizer = 0 if args.save_only_model else figures.get("optimizer_bytes", 0)
-    each = figures["checkpoint_bytes"] = model + optimizer + _other_bytes(subject)
+    # Of copies: a callback's own weights start with the run.
+    held = [copy.copy(each) for each in subject.callbacks if isinstance(each, EvaluationWeights)]
+    averages = tensor_bytes([p.state_dict() for each in held for p in each.weight_parts(trainer.model).values()])
+    each = figures["checkpoint_bytes"] = model + optimizer + averages
     # The end of a run writes the model once more, and a push copies it, so that training cannot change it.
     hub = 2 * model if args.push_to_hub else 0
     needed = figures["disk_bytes"] = each * count + hub
@@ -79,17 +82,6 @@ def checkpoints_at_once(subject: CheckContext) -> float:
     return max(most - before, 1) if before else most
 
 
-def _other_bytes(subject: CheckContext) -> int:
-    """Return the size of the state that callbacks save beside model and optimizer."""
-    trainer = subject.trainer
-    held = [part.state_dict() for part in subject.callbacks if isinstance(part, Stateful)]
-    for callback in subject.callbacks:
-        if isinstance(callback, EvaluationWeights):
-            # From a copy: the callback's own weights start with the run.
-            held += [part.state_dict() for part in copy.copy(callback).weight_parts(trainer.model).values()]
-    return tensor_bytes(held)
-
-
 def tensor_bytes(tree: Any) -> int:
     """Return the size of all tensors inside mappings, lists and tuples; a repeated tensor counts once."""
     seen: dict[tuple[Any, ...], int] = {}
@@ -121,16 +113,28 @@ def check_optimizer(subject: CheckContext) -> None:
         figures["gradient_bytes"], held = estimate(micro_batches=subject.args.gradient_accumulation_steps)
     figures["optimizer_is_assumed"] = held is None  # two float32 numbers a trainable parameter
     figures["optimizer_bytes"] = 8 * sum(p.numel() for p in trainable) if held is None else held
+    check_memory(subject)
+
+
+def check_memory(subject: CheckContext) -> None:
+    """Compare the size of parameters, gradients and optimizer state with an accelerator's memory."""
+    figures, device = subject.figures, subject.trainer.strategy.device
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    needed = sum(figures[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer"))
+    if hasattr(module, "mem_get_info") and needed > (there := module.mem_get_info(device)[1]):
+        subject.say(
+            "T306",
+            f"parameters, gradients and optimizer state take {size(needed)}, the device has {size(there)}; "
+            "freeze more of the model, choose an optimizer with a smaller state, or divide it over devices",
+        )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the size of an optimizer's state, now or after its first step; None if unknown.
+    """Return the size of an optimizer's state after its first step; None if unknown.
 
     A copy of it makes a step over each parameter, with a shape but no values. An optimizer that reads values fails in
     that step. It has created its state by then.
     """
-    if optimizer.state:
-        return tensor_bytes(dict(optimizer.state))
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -148,18 +152,3 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
                     return None
             total += tensor_bytes(dict(state))
     return total
-
-
-def check_memory(subject: CheckContext) -> None:
-    """Compare the size of parameters, gradients and optimizer state with an accelerator's memory."""
-    figures, device = subject.figures, subject.trainer.strategy.device
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if "optimizer_bytes" not in figures or not hasattr(module, "mem_get_info"):
-        return
-    needed = sum(figures[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer"))
-    if needed > (there := module.mem_get_info(device)[1]):
-        subject.say(
-            "T306",
-            f"parameters, gradients and optimizer state take {size(needed)}, the device has {size(there)}; "
-            "freeze more of the model, choose an optimizer with a smaller state, or divide it over devices",
-        )
