@@ -13,7 +13,7 @@ EXAMPLE_DATA = (
     "Django==5.2.19", "wagtail==8.0.1", "pycountry==26.2.16", "jupyterlab-language-pack-zh-CN==4.5.post3",
 )  # fmt: skip
 
-BACKENDS = ("cpu", "ddp", "fsdp", "deepspeed", "accelerate", "xla", "mps", "cuda")
+BACKENDS = ("cpu", "ddp", "fsdp", "mesh", "deepspeed", "accelerate", "xla", "mps", "cuda")
 # What the scenarios of a backend need.
 BACKEND_PACKAGES = {"deepspeed": ("deepspeed",)}
 # Libraries of optimizers, without what they require and do not use here.

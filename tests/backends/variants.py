@@ -36,6 +36,7 @@ BACKENDS = {
             }
         },
     },
+    "mesh": {},  # its processes share samples: test_mesh.py
     "xla": {},  # its devices are those of one process: xla_scenarios.py has its scenarios
     "mps": {"mps": {"strategy": "mps", "use_cpu": False}},
     "cuda": {"cuda": {"strategy": "single", "use_cpu": False}},

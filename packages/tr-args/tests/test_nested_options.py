@@ -115,12 +115,23 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
     with pytest.raises(AttributeError, match="parallelism_config has no ep_size; it has dp_replicate_size"):
         _ = sizes.ep_size
     assert TrainingArguments(parallelism_config={"dp_replicate_size": 2}).parallelism_config == {"dp_replicate_size": 2}
+    sizes = TrainingArguments(parallelism_config="tp=2, dp_replicate=4").parallelism_config
+    assert sizes == {"tp_size": 2, "dp_replicate_size": 4}
+    assert (sizes.tp_enabled, sizes.total_size, sizes.data_parallel_size, sizes.non_data_parallel_size) == (
+        True,
+        8,
+        4,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parallelism_config": {"tp_size": 2}}, "at tp_size=2: matrices are not divided over processes; leave it out"),
+        ({"parallelism_config": {"tp_size": 2}, "strategy": "ddp"}, "divides matrices by tp_size with strategy='mesh'"),
+        ({"tp_plan": {"up": "colwise"}}, "says what tp_size divides; set tp_size too"),
+        ({"parallelism_config": "tp=2,dp=2"}, "has the unknown key dp_size; did you mean"),
+        ({"parallelism_config": "tp=two"}, "at tp_size='two': needs a number of processes, from 1"),
         ({"parallelism_config": {"cp_size": 4}}, "at cp_size=4: sequences are not divided over processes"),
         ({"parallelism_config": {"dp_shards": 2}}, "has the unknown key dp_shards; did you mean dp_shard_size"),
         ({"parallelism_config": {"dp_shard_size": 0}}, "at dp_shard_size=0: needs a number of processes, from 1"),

@@ -80,7 +80,7 @@ CASES = {
     "other processes than were started": (
         {"parallelism_config": {"dp_replicate_size": 2}},
         ValueError,
-        "spreads samples over dp_replicate_size=2 processes, and 1 were started",
+        "spreads the work over dp_replicate_size=2 processes, and 1 were started",
     ),
     "option that cannot be": (
         {"dataloader_in_order": False},
@@ -192,7 +192,7 @@ READ_ELSEWHERE = {
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
     "ddp_static_graph", "hang_timeout",  # tr-dist
-    "fsdp_config",  # tr-dist
+    "fsdp_config", "tp_plan",  # tr-dist
     "neftune_length",  # tr-optim
 }  # fmt: skip
 
@@ -321,7 +321,7 @@ def test_an_object_that_takes_no_more_methods_is_told_which_it_lacks(make_args):
         __slots__ = ()
         device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
 
-    with pytest.raises(TypeError, match="Fixed lacks acts_on, accelerator, binds_optimizer, bind_optimizer, "):
+    with pytest.raises(TypeError, match="Fixed lacks acts_on, accelerator, data, binds_optimizer, bind_optimizer, "):
         Trainer(Classifier(), make_args(), strategy=Fixed())
 
 

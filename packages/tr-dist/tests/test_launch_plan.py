@@ -178,6 +178,8 @@ def test_replicas_alone_need_no_sharding_and_an_empty_section_says_nothing(tmp_p
     given = {"distributed_type": "MULTI_GPU", "num_processes": 2}
     launch, _ = planned(*file(tmp_path, **given, parallelism_config={"dp_replicate_size": 2}))
     assert launch.variables["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+    launch, _ = planned(*file(tmp_path, **given, parallelism_config={"tp_size": 2}))
+    assert launch.variables["PARALLELISM_CONFIG_TP_SIZE"] == "2"
     launch, _ = planned(*file(tmp_path, **given, parallelism_config={}))
     assert launch.variables == {}
 
@@ -224,7 +226,7 @@ def test_deepspeed_and_compilation_are_handed_on_as_accelerate_does(tmp_path):
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_ofload_params": 1}}, "did you mean offload_params?"),
         ({"distributed_type": "FSDP", "fsdp_config": [1]}, "it must hold indented `key: value` lines"),
         ({"parallelism_config": {"dp_shards": 2}}, "parallelism_config: dp_shards is not known; did you mean dp_shard"),
-        ({"parallelism_config": {"tp_size": 2}}, "tp_size: 2 divides matrices over processes, which is not done here"),
+        ({"parallelism_config": {"cp_size": 2}}, "cp_size: 2 divides sequences over processes, which is not done here"),
         ({"parallelism_config": {"sp_size": "4"}}, "sp_size: 4 divides sequences over processes"),
         ({"parallelism_config": {"dp_shard_size": 0}}, "dp_shard_size: 0 is not a number of processes, from 1"),
         ({"parallelism_config": {"dp_shard_size": True}}, "dp_shard_size: True is not a number of processes"),
@@ -235,7 +237,7 @@ def test_deepspeed_and_compilation_are_handed_on_as_accelerate_does(tmp_path):
         ),
         (
             {"distributed_type": "FSDP", "num_processes": 4, "parallelism_config": {"dp_shard_size": 2}},
-            "spreads samples over dp_shard_size: 2, and num_processes is 4; it must be their product",
+            "spreads the work over dp_shard_size: 2, and num_processes is 4; it must be their product",
         ),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_hostfile": "x"}},

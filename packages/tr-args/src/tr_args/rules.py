@@ -136,6 +136,10 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
     sizes = args.parallelism_config or {}
     if sizes and args.deepspeed:
         yield ("parallelism_config", "deepspeed"), "is not read with ZeRO, whose configuration says how it divides"
+    if sizes.get("tp_size", 1) > 1 and args.strategy not in ("auto", "mesh"):
+        yield ("parallelism_config", "strategy"), "divides matrices by tp_size with strategy='mesh' or 'auto'"
+    if args.tp_plan and sizes.get("tp_size", 1) == 1:
+        yield ("tp_plan", "parallelism_config"), "says what tp_size divides; set tp_size too"
     if sizes.get("dp_shard_size", 1) > 1 and not args.fsdp and args.strategy in ("auto", "single", "ddp"):
         yield ("parallelism_config", "fsdp"), "divides a model by dp_shard_size; set fsdp='full_shard auto_wrap' too"
 

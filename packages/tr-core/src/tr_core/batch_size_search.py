@@ -62,8 +62,8 @@ def reduce_batch_size(run: Run, size: int) -> None:
     args.per_device_train_batch_size = args.per_device_train_batch_size // before * size
     run.watch.note_arguments(args, run.optimizer)
     loader = methods.get_train_dataloader()
-    data = training_batches(loader, args, strategy)
-    if data.samples_per_micro_batch != size * strategy.world_size:
+    data = training_batches(loader, args, strategy.data)
+    if data.samples_per_micro_batch != size * strategy.data.world_size:
         raise ValueError(
             f"auto_find_batch_size=True set per_device_train_batch_size={args.per_device_train_batch_size}, but the "
             f"loader that get_train_dataloader returned still gives {data.samples_per_micro_batch} samples a "
@@ -213,7 +213,7 @@ def _fits(run: Run) -> bool:
     model.train()
     before = Rollback(strategy.device, model)
     try:
-        with scope.separate_window(strategy):
+        with scope.separate_window(strategy.data):
             run.methods.step_function(model, batch.inputs, num_items)
         scope.inputs = None
         return True

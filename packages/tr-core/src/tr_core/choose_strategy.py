@@ -71,14 +71,16 @@ def _name(args: TrainingArguments) -> str:
     sizes = args.parallelism_config or {}
     world_size = _started_processes()
     if name == "auto":
-        sharded = "deepspeed" if args.deepspeed else "xla" if belongs_on_xla(args) else "fsdp" if args.fsdp else ""
+        divided = "mesh" if sizes.get("tp_size", 1) > 1 else "fsdp" if args.fsdp else ""
+        sharded = "deepspeed" if args.deepspeed else "xla" if belongs_on_xla(args) else divided
         name = sharded or ("ddp" if world_size > 1 else _of_one_process(args))
     if world_size == 1:
         check_processes_started(os.environ)
-    if sizes and math.prod(sizes.values()) != world_size:
+    is_open = "tp_size" in sizes and len(sizes) == 1  # the others share out the samples
+    if sizes and math.prod(sizes.values()) != world_size and not (is_open and world_size % sizes["tp_size"] == 0):
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"parallelism_config spreads samples over {shown} processes, and {world_size} were started (WORLD_SIZE); "
+            f"parallelism_config spreads the work over {shown} processes, and {world_size} were started (WORLD_SIZE); "
             "start as many as their product, or leave it out"
         )
     return name

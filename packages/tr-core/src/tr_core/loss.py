@@ -33,7 +33,7 @@ from torch import nn
 from tr_core.data.sampler import MicroBatch
 from tr_core.metric_means import check_name
 from tr_core.model_io import IGNORED_TARGET, accepts_count, ignores_targets
-from tr_core.protocols import Strategy
+from tr_core.protocols import Collectives
 from tr_core.signatures import takes_argument
 from tr_log.phases import EXCHANGE, phase
 
@@ -115,7 +115,7 @@ class LossRule:
         self,
         model: nn.Module,
         compute_loss_func: Callable[..., Any] | None,
-        strategy: Strategy,
+        strategy: Collectives,
         *,
         average_tokens_across_devices: bool = True,
         declared: Callable[[], bool | None] = lambda: None,

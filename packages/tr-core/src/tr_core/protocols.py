@@ -56,6 +56,14 @@ class Collectives(Protocol):
     local_rank: int
     world_size: int
 
+    @property
+    def data(self) -> Collectives:
+        """Return this process among those that compute other samples: itself, unless several compute one together.
+
+        Whatever is ordered, counted or averaged by samples goes through it.
+        """
+        ...
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor`, which stays as it is, over all ranks, on every rank. No sync. Collective."""
         ...

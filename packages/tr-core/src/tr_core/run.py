@@ -90,7 +90,7 @@ class Run:
         """Return a run at the first sample."""
         args, model, wrapped = methods.args, methods.model, methods.model_wrapped
         tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
-        window = LogWindow(strategy, tokens)
+        window = LogWindow(strategy.data, tokens)
         guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         updates = Updates(strategy, optimizer, guard)
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.
@@ -251,7 +251,7 @@ class Run:
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         share = window.throughput.share(self.methods.model, self.strategy.device, dtype, args.peak_flops)
         with phase(EXCHANGE):
-            gathered = self.strategy.gather_objects((read, shared, share))
+            gathered = self.strategy.data.gather_objects((read, shared, share))
         check_same_on_all_ranks([values for _, values, _ in gathered])
         windows = [of_rank for of_rank, _, _ in gathered]
         store_counts(state, windows)
@@ -262,7 +262,7 @@ class Run:
     def store_tokens(self) -> None:
         """Add the input tokens of all ranks to the state, if they are counted, for an entry between two logs."""
         if self.window.tokens is not None:
-            tokens = self.strategy.gather_objects(self.window.tokens.take())
+            tokens = self.strategy.data.gather_objects(self.window.tokens.take())
             self.methods.state.num_input_tokens_seen += sum(tokens)
 
     # Interruptions
@@ -293,7 +293,7 @@ class Run:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore the position in the data and the log window. Another number of ranks shares the window evenly."""
-        position, strategy, skips_data = self.position, self.strategy, not self.methods.args.ignore_data_skip
+        position, ranks, skips_data = self.position, self.strategy.data, not self.methods.args.ignore_data_skip
         if "foreign" in state_dict:
             saved = state_dict["foreign"]
             position.epoch, samples = derive_position(saved, self.data, self.plan.samples_per_step)
@@ -313,8 +313,8 @@ class Run:
         self.found_size = state_dict.get("found_size")
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
-        self.data.restore_source(places, strategy.rank, strategy.world_size, in_epoch=position.samples > 0)
-        self.window.load(windows, strategy.rank, strategy.world_size)
+        self.data.restore_source(places, ranks.rank, ranks.world_size, in_epoch=position.samples > 0)
+        self.window.load(windows, ranks.rank, ranks.world_size)
 
     def collect_window(self, state: TrainerState) -> None:
         """Read the log windows of all ranks for a save, so that the next log after a resume stays the same. Collective.
@@ -323,7 +323,7 @@ class Run:
         """
         own = self.window.read()  # sync: once a save
         own["place"] = self.data.source_state()
-        windows = self.strategy.gather_objects(own)
+        windows = self.strategy.data.gather_objects(own)
         store_counts(state, windows)
         for window in windows:
             window["flops"], window["tokens"] = 0.0, 0

@@ -55,6 +55,11 @@ class StrategyDefaults:
     accelerator: Any = None
     binds_optimizer = False
 
+    @property
+    def data(self) -> Any:
+        """Return the strategy: each process has samples of its own."""
+        return self
+
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the optimizer holds the model's own parameters."""
 
@@ -87,12 +92,14 @@ def complete_strategy(strategy: Any) -> Strategy:
         for name in ("acts_on", "accelerator"):
             if not hasattr(strategy, name):
                 setattr(strategy, name, getattr(StrategyDefaults, name))
+        if not hasattr(strategy, "data"):
+            strategy.data = strategy
         if not hasattr(strategy, "binds_optimizer"):
             strategy.binds_optimizer = "bind_optimizer" not in methods
         for name in methods:
             setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
     except AttributeError:
-        lacking = ", ".join(["acts_on", "accelerator", "binds_optimizer", *methods])
+        lacking = ", ".join(["acts_on", "accelerator", "data", "binds_optimizer", *methods])
         raise TypeError(
             f"the strategy {type(strategy).__name__} lacks {lacking}, and no attribute can be added to it; define "
             "them, as tr_core.SingleDevice does"

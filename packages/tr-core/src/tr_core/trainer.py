@@ -481,7 +481,7 @@ class Trainer(TransformersAttributes):
             self.loss_rule = LossRule(
                 inner,
                 self.loss_function,
-                self.strategy,
+                self.strategy.data,
                 average_tokens_across_devices=averages,
                 declared=self.declared_loss_kwargs,
                 divides_itself=None if is_function else True,
@@ -614,7 +614,8 @@ class Trainer(TransformersAttributes):
                 merged |= self.evaluate(eval_dataset=source, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return merged
         if evaluates_training_batches(self.args, eval_dataset):
-            loader, chosen = limited_batches(self.get_train_dataloader(), self.args, self.strategy), self.train_dataset
+            loader = limited_batches(self.get_train_dataloader(), self.args, self.strategy.data)
+            chosen = self.train_dataset
         else:
             loader = self.get_eval_dataloader(chosen)
         with self._in_evaluation():
@@ -684,7 +685,7 @@ class Trainer(TransformersAttributes):
         a resumed run continues in it. What this method returns is for a loader of one's own.
         """
         data = self.train_dataset if train_dataset is None else train_dataset
-        return usual_order(data, self.args, self.strategy, main_input_name(self.model, self.processing_class))
+        return usual_order(data, self.args, self.strategy.data, main_input_name(self.model, self.processing_class))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return a sampler of the evaluation samples' indices, with a length; None uses every sample in order."""
@@ -805,9 +806,9 @@ class Trainer(TransformersAttributes):
             predicts=description == "Prediction",
             main_input=getattr(self.model, "main_input_name", "input_ids"),
         )
-        with self._in_evaluation(), self._evaluation_settings(), self.scope.separate_window(self.strategy) as window:
-            args, strategy = self.args, self.strategy
-            loss = EvaluationLoss(args, strategy, self.loss_rule, takes_count=self._loss_takes_count)
+        args, strategy = self.args, self.strategy
+        with self._in_evaluation(), self._evaluation_settings(), self.scope.separate_window(strategy.data) as window:
+            loss = EvaluationLoss(args, strategy.data, self.loss_rule, takes_count=self._loss_takes_count)
             loop = EvaluationLoop(self, options, args, strategy, self.scope, loss, compute_metrics=self.compute_metrics)
             return loop.run(dataloader, self.model_wrapped, window)
 
@@ -841,7 +842,7 @@ class Trainer(TransformersAttributes):
             # By name: an override may have its parameters in another order, or only keyword parameters.
             output = self.evaluation_loop(loader, description=description, **options)
             output.metrics.update(read_memory())
-        steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.world_size))
+        steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.data.world_size))
         output.metrics.update(speed_metrics(prefix, start_s, output.num_samples, steps))
         return output
 
@@ -849,9 +850,9 @@ class Trainer(TransformersAttributes):
 
     def _run(self, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
         """Run training from its beginning or from a checkpoint to its end. `on_train_end` fires in any case."""
-        # Ranks have different seeds, so that dropout differs. Weights do not: a strategy synchronises them.
+        # Processes with other samples have other seeds, so that dropout differs. A strategy makes weights the same.
         begin_run(self.args.build_s)
-        seed = self.args.seed + self.strategy.rank
+        seed = self.args.seed + self.strategy.data.rank
         set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
         self.renew_model()
         check_quantized(self.model)
@@ -939,7 +940,7 @@ class Trainer(TransformersAttributes):
                 loaded = self.load_model(resume)
         with stage("data"):
             loader = self.get_train_dataloader()
-            data = training_batches(loader, args, strategy)
+            data = training_batches(loader, args, strategy.data)
             plan = make_plan(args, data)
         with stage("optimizer"):
             optimizer, schedule = self.renew_optimizer(plan.max_steps)
@@ -1251,7 +1252,7 @@ class Trainer(TransformersAttributes):
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` returned in addition to the loss: this micro-batch's share of the step's values."""
-        window, size, ranks = self.scope.metrics, self.scope.size, self.strategy.world_size
+        window, size, ranks = self.scope.metrics, self.scope.size, self.strategy.data.world_size
         if window is not None:
             for name, value in parts.items():
                 share = self.loss_rule.share(value, division, size, self.scope.weight)
@@ -1644,7 +1645,7 @@ class Trainer(TransformersAttributes):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of one optimizer step: micro-batch, times accumulation, times processes."""
-        return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.world_size
+        return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.data.world_size
 
     def get_learning_rates(self) -> list[float]:
         """Return the current learning rate of each parameter group."""
@@ -1795,10 +1796,14 @@ class Trainer(TransformersAttributes):
             sys.modules["accelerate"].Accelerator(cpu=self.args.use_cpu)
 
     def get_tp_size(self) -> int:
-        """Return 1: no strategy divides tensors between processes."""
+        """Return how many processes compute each sample together."""
+        return self.strategy.world_size // self.strategy.data.world_size
+
+    def get_sp_size(self) -> int:
+        """Return 1: no strategy divides sequences between processes."""
         return 1
 
-    get_sp_size = get_cp_size = get_tp_size
+    get_cp_size = get_sp_size
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move a model to a device, unless its loader placed it; an override is called before a model is first used."""
@@ -1828,7 +1833,7 @@ class Trainer(TransformersAttributes):
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Join tensors of all processes along their first dimension. Collective."""
-        return gather_tree(tensors, self.strategy, None)
+        return gather_tree(tensors, self.strategy.data, None)
 
     # Data
 
@@ -1883,7 +1888,7 @@ class Trainer(TransformersAttributes):
             dataset = self._remove_unused_columns(dataset, description=description)
         sampler = None if sampler_fn is None else call_sampler_method(sampler_fn, dataset)
         collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
-        given = (dataset, collate, self.args, self.strategy)
+        given = (dataset, collate, self.args, self.strategy.data)
         if is_training:
             name = main_input_name(self.model, self.processing_class)
             return train_loader(*given, name, sampler=sampler, batch_size=batch_size)
@@ -2196,7 +2201,7 @@ class Trainer(TransformersAttributes):
             window = run.window
             own: Any = {"flops": window.flops, "tokens": 0 if window.tokens is None else window.tokens.take()}
             window.flops = 0.0
-            store_counts(self.state, self.strategy.gather_objects(own))
+            store_counts(self.state, self.strategy.data.gather_objects(own))
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""

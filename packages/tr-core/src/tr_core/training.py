@@ -90,7 +90,9 @@ def log_run_start(run: Run, num_parameters: int, schedule: str) -> None:
     samples = "unknown number of samples" if run.data.num_samples is None else f"{run.data.num_samples:,} samples"
     factors = [f"{args.train_batch_size} on a device"]
     factors += [f"{plan.accumulation} micro-batches"] if plan.accumulation > 1 else []
-    factors += [f"{strategy.world_size} processes"] if strategy.world_size > 1 else []
+    replicas = strategy.data.world_size
+    kind = "processes" if replicas == strategy.world_size else "replicas"
+    factors += [f"{replicas} {kind}"] if replicas > 1 else []
     lines = {
         "model": f"{type(model).__name__}, {num_parameters:,} trainable parameters",
         "optimizer": f"{type(run.optimizer).__name__}, learning rate {' and '.join(rates)}, schedule {schedule}"

@@ -162,6 +162,11 @@ class OnDevice:
         self.device = device
         self._precision = MixedPrecision(precision, device)
 
+    @property
+    def data(self) -> Any:
+        """Return the strategy: each process has samples of its own."""
+        return self
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device.
 

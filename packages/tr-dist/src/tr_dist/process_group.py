@@ -32,10 +32,80 @@ _KEEP_ALIVE_S = 0.5
 _FAILED_DESTROY_S = 10.0
 
 _MAX_DIMS = 14
-names_of_exchanges[__file__] = lambda code: code.co_qualname.removeprefix("ProcessGroup.").partition(".")[0]
+names_of_exchanges[__file__] = lambda code: code.co_qualname.partition(".")[2].partition(".")[0] or code.co_name
 
 
-class ProcessGroup:
+class Exchanges:
+    """Exchange values between this process and the others of one of torch's groups.
+
+    Attributes:
+        device: the device of this process.
+        rank: number of this process among those of the group, from 0.
+        world_size: number of processes in the group.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    _group: Any = None  # torch's default group
+    _host: torch.device
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `tensor` over all ranks, on every rank; the argument is unchanged. No sync."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order.
+
+        The ranks compare shapes and dtypes first, on the host: with unequal ones gloo ends the process or
+        returns uninitialised memory. Not for each step.
+
+        Raises:
+            ValueError: the tensor has no dimension, or the ranks' shapes or dtypes differ.
+        """
+        if not 1 <= tensor.dim() <= _MAX_DIMS:
+            raise ValueError(
+                f"gather needs 1 to {_MAX_DIMS} dimensions to concatenate along the first, not shape "
+                f"{tuple(tensor.shape)}; give a number as tensor.reshape(1)"
+            )
+        self._check_same_shape(tensor)
+        return self._all_gather(tensor.detach().contiguous()).flatten(0, 1)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. Exchanged through the host: not for each step."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        present = torch.ones((), device=self._host)
+        dist.all_reduce(present, group=self._group)
+        present.item()  # sync: a barrier must not return before the others have come
+
+    def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather(list(gathered.unbind(0)), tensor, group=self._group)
+        return gathered
+
+    def _check_same_shape(self, tensor: torch.Tensor) -> None:
+        form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        mine = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
+        mine[: len(form)] = torch.tensor(form)
+        forms = self._all_gather(mine.to(self._host)).cpu()  # sync without gloo: in evaluation only
+        if not torch.equal(forms, forms[:1].expand_as(forms)):
+            shown = ", ".join(
+                f"rank {rank} {_DTYPES[number]} {tuple(rest[:dims])}"
+                for rank, (number, dims, *rest) in enumerate(forms.tolist())
+            )
+            raise ValueError(
+                f"gather needs one shape and dtype on all ranks, not {shown}; pad to the longest, or use gather_objects"
+            )
+
+
+class ProcessGroup(Exchanges):
     """This process among the ranks of its job.
 
     Joins torch's default process group, or uses the existing one. Several objects in one process
@@ -137,35 +207,6 @@ class ProcessGroup:
                 "reach all ranks"
             )
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over all ranks, on every rank; the argument is unchanged. No sync."""
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's `tensor` of shape `(n, ...)` along dimension 0, in rank order.
-
-        The ranks compare shapes and dtypes first, on the host: with unequal ones gloo ends the process or
-        returns uninitialised memory. Not for each step.
-
-        Raises:
-            ValueError: the tensor has no dimension, or the ranks' shapes or dtypes differ.
-        """
-        if not 1 <= tensor.dim() <= _MAX_DIMS:
-            raise ValueError(
-                f"gather needs 1 to {_MAX_DIMS} dimensions to concatenate along the first, not shape "
-                f"{tuple(tensor.shape)}; give a number as tensor.reshape(1)"
-            )
-        self._check_same_shape(tensor)
-        return self._all_gather(tensor.detach().contiguous()).flatten(0, 1)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. Exchanged through the host: not for each step."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
     def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start to find the largest of each of `values` over all ranks; the returned function waits. On the host.
 
@@ -227,12 +268,6 @@ class ProcessGroup:
         watch = here.former_watch if here.watch is None else here.watch[1]
         return {} if watch is None else watch.lost()
 
-    def barrier(self) -> None:
-        """Wait until every rank has called it."""
-        present = torch.ones((), device=self._host)
-        dist.all_reduce(present)
-        present.item()  # sync: a barrier must not return before the others have come
-
     def leave(self, *, failed: bool = False) -> None:
         """Leave the group; the last object of a process to leave destroys it, if this class made it.
 
@@ -253,25 +288,6 @@ class ProcessGroup:
             self.barrier()  # a rank that ends early closes the store and sockets that others still use
             here.leave_watch()
             here.destroy()
-
-    def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        dist.all_gather(list(gathered.unbind(0)), tensor)
-        return gathered
-
-    def _check_same_shape(self, tensor: torch.Tensor) -> None:
-        form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        mine = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
-        mine[: len(form)] = torch.tensor(form)
-        forms = self._all_gather(mine.to(self._host)).cpu()  # sync without gloo: in evaluation only
-        if not torch.equal(forms, forms[:1].expand_as(forms)):
-            shown = ", ".join(
-                f"rank {rank} {_DTYPES[number]} {tuple(rest[:dims])}"
-                for rank, (number, dims, *rest) in enumerate(forms.tolist())
-            )
-            raise ValueError(
-                f"gather needs one shape and dtype on all ranks, not {shown}; pad to the longest, or use gather_objects"
-            )
 
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

@@ -48,7 +48,10 @@ class HardwareFields:
     """How data is shared among processes, as a mapping or a file, such as {"even_batches": false}."""
 
     parallelism_config: Annotated[Options, ParallelSizes(), Numbers.OTHER, Later.NEW_TRAINER] = None
-    """Processes to spread samples and shards over, such as {"dp_replicate_size": 2, "dp_shard_size": 4}."""
+    """Processes to spread samples, shards and matrices over, such as "tp=2,dp_shard=4" or {"tp_size": 2}."""
+
+    tp_plan: Annotated[Options, Numbers.OTHER, Later.NEW_TRAINER] = None
+    """What tp_size divides, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; unset: the model's plan."""
 
     skip_memory_metrics: Annotated[bool, Numbers.UNCHANGED, Later.NEW_TRAINER] = True
     """Do not add memory use to the metrics."""

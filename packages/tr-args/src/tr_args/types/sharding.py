@@ -1,7 +1,7 @@
 """Read how processes share data and shard the model: `accelerator_config`, `parallelism_config`, `fsdp`.
 
-`fsdp` and `fsdp_config` are read in any of their forms. `parallelism_config` gives the number of processes that samples
-and shards are spread over.
+`fsdp` and `fsdp_config` are read in any of their forms. `parallelism_config` gives the numbers of processes that
+samples, shards and matrices are spread over.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class AcceleratorConfig:
 
 
 DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
-# Sizes that divide the work on one sample, which is not supported. size -> what it divides
-_WITHIN_SAMPLES = {"tp_size": "matrices", "cp_size": "sequences", "sp_size": "sequences"}
-SIZES = (*DATA_SIZES, *_WITHIN_SAMPLES)
+DONE_SIZES = (*DATA_SIZES, "tp_size")
+# Sizes that divide the work on one sample in ways that are not done. size -> what it divides
+_WITHIN_SAMPLES = {"cp_size": "sequences", "sp_size": "sequences"}
+SIZES = (*DONE_SIZES, *_WITHIN_SAMPLES)
 # Options of those sizes, without effect alone.
 _OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _KEYS = (*SIZES, *_OF_THOSE)
@@ -65,29 +66,32 @@ class Spread(dict[str, int]):
             return self.get(name, 1)
         if end == "enabled" and f"{stem}_size" in SIZES:
             return self.get(f"{stem}_size", 1) > 1
-        if name in ("total_size", "data_parallel_size"):
-            return math.prod(self.get(size, 1) for size in DATA_SIZES)
-        if name == "non_data_parallel_size":
-            return 1
+        sizes = {"total_size": DONE_SIZES, "data_parallel_size": DATA_SIZES, "non_data_parallel_size": ("tp_size",)}
+        if name in sizes:
+            return math.prod(self.get(size, 1) for size in sizes[name])
         raise AttributeError(f"parallelism_config has no {name}; it has {', '.join(SIZES)}")
 
 
 class ParallelSizes(Constraint):
-    """A mapping of sizes, or an object that has them as attributes, as Accelerate's `ParallelismConfig` does."""
+    """A mapping of sizes, text as in `tp=2,dp_shard=4`, or an object such as Accelerate's `ParallelismConfig`."""
 
     def before(self, value: Any) -> Any:
-        """Return the attributes of an object as a mapping."""
+        """Return text, and the attributes of an object, as a mapping."""
+        if isinstance(value, str) and "=" in value:
+            pairs = [pair.partition("=") for pair in value.split(",")]
+            sizes = {name.strip().removesuffix("_size") + "_size": size.strip() for name, _, size in pairs}
+            return {name: int(size) if size.isdigit() else size for name, size in sizes.items()}
         if not isinstance(value, Mapping) and all(hasattr(value, name) for name in DATA_SIZES):
             return {name: found for name in _KEYS if (found := getattr(value, name, None)) is not None}
         return value
 
     def after(self, value: Any) -> Any:
-        """Return the sizes of data and shards, under their plain names."""
+        """Return the sizes, under their plain names."""
         return Spread(read_sizes(value))
 
 
 def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return `dp_replicate_size` and `dp_shard_size` where given; names may have Accelerate's prefix.
+    """Return `dp_replicate_size`, `dp_shard_size` and `tp_size` where given; names may have Accelerate's prefix.
 
     Raises:
         RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or a size divides the work
@@ -102,7 +106,7 @@ def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise RefusedError(f"at {given}={size!r}: needs a number of processes, from 1")
-        if name in DATA_SIZES:
+        if name in DATA_SIZES or (name in DONE_SIZES and size > 1):
             sizes[name] = size
         elif size > 1:
             raise RefusedError(

@@ -79,9 +79,10 @@ class Settings:
         self.saved: dict[str, Any] | None = None
         self._described, self._schedule = run.schedule, describe_schedule(run.schedule)
         self._frozen: dict[str, Any] | None = None
-        lengths = run.strategy.gather_objects(number_of_samples(run))
+        lengths = run.strategy.data.gather_objects(number_of_samples(run))
         # Of ranks with parts of their own. This rank's part may grow, and is counted when it is asked for.
-        others = lengths[: run.strategy.rank] + lengths[run.strategy.rank + 1 :]
+        rank = run.strategy.data.rank
+        others = lengths[:rank] + lengths[rank + 1 :]
         self._samples_elsewhere = 0 if None in lengths or len(set(lengths)) == 1 else sum(others)
 
     def record_changes(self) -> None:
@@ -142,7 +143,7 @@ class Settings:
         """Return the figures that the numbers of a run depend on: its numbers of processes and samples."""
         own = number_of_samples(self._run)
         return {
-            PROCESSES: self._run.strategy.world_size,
+            PROCESSES: self._run.strategy.data.world_size,
             SAMPLES: None if own is None else own + self._samples_elsewhere,
         }
 

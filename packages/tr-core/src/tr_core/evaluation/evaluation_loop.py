@@ -116,7 +116,7 @@ class EvaluationLoop:
         compute = compute_metrics
         self._streaming: StreamingMetrics | None = None
         if is_streaming(compute) and not args.prediction_loss_only:
-            self._streaming = StreamingMetrics(compute, strategy)
+            self._streaming = StreamingMetrics(compute, strategy.data)
         self._by_batch = compute if args.batch_eval_metrics and self._keeps else None
         self._compute = compute if self._keeps and not self._by_batch and not is_streaming(compute) else None
         self._keeps_batches = options.predicts or self._by_batch is None
@@ -127,7 +127,7 @@ class EvaluationLoop:
 
     def run(self, dataloader: Any, model: torch.nn.Module, window: MetricWindow) -> EvalLoopOutput:
         """Evaluate the data and return predictions, labels, metrics and the number of samples."""
-        source = batches_of(dataloader, self._args.eval_batch_size, self._strategy)
+        source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.data)
         self._stores = {
             name: OutputBuffer(source.num_samples, concatenate=self._args.eval_do_concat_batches)
             for name in ("predictions", "label_ids", "inputs", "losses")
@@ -187,20 +187,20 @@ class EvaluationLoop:
             metrics = _checked(_metrics_of(self._compute, kept))
         metrics = logged | plain_numbers(metrics) | self._loss.metrics(self._options.prefix)
         named = with_prefix(metrics, self._options.prefix)
-        samples = sum(self._strategy.gather_objects(self._num_samples)) if self._counts_own else self._num_samples
+        samples = sum(self._strategy.data.gather_objects(self._num_samples)) if self._counts_own else self._num_samples
         return EvalLoopOutput(kept["predictions"], kept["label_ids"], named, samples)
 
     def _gather(self, tree: Any, batch: MicroBatch) -> Any:
         if batch.total is None and not batch.weight:  # a batch of another rank, computed only to take part
             tree = map_objects(lambda tensor: torch.atleast_1d(tensor)[:0], tree)
         if self._args.eval_use_gather_object:
-            return gather_objects(tree, self._strategy, batch.total, batch.weight > 0)
-        return gather_tree(tree, self._strategy, batch.total)
+            return gather_objects(tree, self._strategy.data, batch.total, batch.weight > 0)
+        return gather_tree(tree, self._strategy.data, batch.total)
 
     def _check_ranks(self, given: dict[str, Any], number: int) -> None:
         """Refuse on all ranks a batch of which they would gather different things."""
         mine = outline(given, objects=self._args.eval_use_gather_object)
-        check_same_on_ranks(mine, self._strategy, f"batch {number} of this evaluation")
+        check_same_on_ranks(mine, self._strategy.data, f"batch {number} of this evaluation")
 
     def _main_input(self, inputs: Any) -> Any:
         return inputs.get(self._options.main_input) if hasattr(inputs, "get") else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tr_core.protocols import Strategy
+from tr_core.protocols import Collectives
 
 PADDING = -100
 
@@ -48,7 +48,7 @@ def outline(tree: Any, *, objects: bool) -> str:
     return "nothing" if tree is None or not objects else "objects"
 
 
-def check_same_on_ranks(mine: str, strategy: Strategy, what: str) -> None:
+def check_same_on_ranks(mine: str, strategy: Collectives, what: str) -> None:
     """Refuse on all ranks a batch that is another on each of them, before an exchange that only some would make.
 
     Collective: one exchange of a number, on the host.
@@ -73,12 +73,12 @@ def check_same_on_ranks(mine: str, strategy: Strategy, what: str) -> None:
         )
 
 
-def gather_tree(tree: Any, strategy: Strategy, count: int | None) -> Any:
+def gather_tree(tree: Any, strategy: Collectives, count: int | None) -> Any:
     """Join the rows of every tensor in a tree by `gather_rows`; leaves that are not tensors become None."""
     return None if tree is None else map_tensors(lambda tensor: gather_rows(tensor, strategy, count), tree)
 
 
-def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: bool) -> Any:
+def gather_objects(tree: Any, strategy: Collectives, count: int | None, counts: bool) -> Any:
     """Join a tree with leaves that are not tensors: those become lists of all ranks' objects.
 
     A list holds one object for each sample; any other leaf that is not a tensor is one object of its batch. In tuples
@@ -98,7 +98,7 @@ def gather_objects(tree: Any, strategy: Strategy, count: int | None, counts: boo
     return [each for rank in strategy.gather_objects(objects if counts else []) for each in rank]
 
 
-def gather_rows(tensor: torch.Tensor, strategy: Strategy, count: int | None) -> torch.Tensor:
+def gather_rows(tensor: torch.Tensor, strategy: Collectives, count: int | None) -> torch.Tensor:
     """Join the rows of all ranks in the order of the data, without filler rows.
 
     Ranks may differ in rows, and in the second dimension, which is padded with -100. `count` is the rows of all ranks;

@@ -13,7 +13,7 @@ from tr_args import TrainingArguments
 from tr_core.evaluation.gather import map_objects
 from tr_core.loss import LossRule
 from tr_core.model_io import to_device, to_plain
-from tr_core.protocols import Strategy
+from tr_core.protocols import Collectives
 from tr_core.signatures import names_argument
 
 # Losses of this many batches are joined into one tensor: a scalar on an accelerator takes half a kilobyte.
@@ -37,7 +37,7 @@ class EvaluationLoss:
     weighted by its samples. The mean does not depend on the batch size.
     """
 
-    def __init__(self, args: TrainingArguments, strategy: Strategy, rule: LossRule, *, takes_count: bool) -> None:
+    def __init__(self, args: TrainingArguments, strategy: Collectives, rule: LossRule, *, takes_count: bool) -> None:
         self._args, self._strategy, self._rule, self._takes_count = args, strategy, rule, takes_count
         self._by_targets: set[bool | None] = set()
         rule.begin_evaluation()
@@ -193,7 +193,7 @@ class StreamingMetrics:
         ValueError: some metrics of a collection combine their state and others do not.
     """
 
-    def __init__(self, metrics: Any, strategy: Strategy) -> None:
+    def __init__(self, metrics: Any, strategy: Collectives) -> None:
         self._strategy = strategy
         single = isinstance(metrics, StreamingMetric)
         self._metrics: dict[str, Any] = {"": metrics} if single else dict(metrics)

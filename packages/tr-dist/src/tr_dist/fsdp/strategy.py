@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of, total_norm
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
@@ -142,6 +143,7 @@ class FSDP(OnRanks):
         values = values_of(model) if sharding.rank0_loads and self.rank == 0 else {}
         if sharding.sync_module_states and not sharding.rank0_loads:
             broadcast_values(model, self.device)
+        self._divide(model)
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "reshard_after_forward": sharding.reshards_after_forward,
@@ -212,11 +214,14 @@ class FSDP(OnRanks):
         self._precision.unscale(optimizer)  # also over shards: torch combines the ranks' overflow flags
         gradients = [p.grad for p in self.unwrap(model).parameters() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        divided = [part for part, g in zip(local, gradients, strict=True) if isinstance(g, DTensor)]
-        square = total_norm(divided, self.device).square()
+        by_share: dict[float, list[torch.Tensor]] = {}
+        for part, gradient in zip(local, gradients, strict=True):
+            by_share.setdefault(self._share(gradient), []).append(part)
+        square = torch.zeros((), device=self.device)
+        for share, parts in by_share.items():
+            square = square + share * total_norm(parts, self.device).square()
         dist.all_reduce(square, group=self._shards())
-        whole = [part for part, g in zip(local, gradients, strict=True) if not isinstance(g, DTensor)]
-        norm = (square + total_norm(whole, self.device).square()).sqrt()
+        norm = square.sqrt()
         if max_norm is not None:
             clip_to_norm(local, max_norm, norm)
         return norm
@@ -245,8 +250,20 @@ class FSDP(OnRanks):
             return init_device_mesh(self.device.type, (shards,), mesh_dim_names=("shard",))
         return init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
+    def _divide(self, model: nn.Module) -> None:
+        """Divide what computes one sample over several processes: here each has samples of its own."""
+
     def _shards(self) -> dist.ProcessGroup:
+        """Return the processes that hold the model once, together."""
         return self.mesh.get_group("shard")
+
+    def _share(self, gradient: torch.Tensor) -> float:
+        """Return the share of a gradient's square that this rank adds: one of those of `_shards` that hold its part."""
+        parts = 1
+        if isinstance(gradient, DTensor):
+            places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            parts = math.prod(size for size, placement in places if not isinstance(placement, Replicate))
+        return parts / dist.get_world_size(self._shards())
 
     def _policy(self) -> MixedPrecisionPolicy:
         if self._precision.dtype is None:
@@ -269,7 +286,7 @@ class FSDP(OnRanks):
         """Raise if `fully_shard` silently left a parameter undivided."""
         for name, parameter in model.named_parameters():
             placements = getattr(parameter, "placements", ())
-            if not any(isinstance(placement, Shard) for placement in placements):
+            if all(isinstance(placement, Replicate) for placement in placements):
                 raise RuntimeError(f"parameter {name} is not divided after fully_shard, but {type(parameter).__name__}")
 
     def _check_gradients(self, model: nn.Module) -> None:

@@ -52,10 +52,10 @@ _COMPILERS = (
     *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT"),
     *("ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON", "IPEX"),
 )
-# Sizes that spread samples over processes: by replicas, and by shards of the model.
-_SPREAD = ("dp_replicate_size", "dp_shard_size")
-# Sizes that divide the work on one sample, which is not supported; their companions have no effect without them.
-_WITHIN_SAMPLES = {"tp_size": "matrices", "cp_size": "sequences", "sp_size": "sequences"}
+# Sizes that spread samples over processes, by replicas and by shards of the model, and matrices.
+_SPREAD = ("dp_replicate_size", "dp_shard_size", "tp_size")
+# Sizes that divide the work on one sample in ways that are not done; their companions have no effect without them.
+_WITHIN_SAMPLES = {"cp_size": "sequences", "sp_size": "sequences"}
 _OF_THOSE = (
     *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
     "sp_attn_implementation",
@@ -98,6 +98,8 @@ def parallelism_variables(config: Mapping[str, Any], kind: str, total: int) -> d
     section, plain = "parallelism_config", {str(k).removeprefix("parallelism_config_"): v for k, v in config.items()}
     _check_known(section, plain, (*_SPREAD, *_WITHIN_SAMPLES, *_OF_THOSE))
     sizes = {key: _size(section, key, plain[key]) for key in (*_SPREAD, *_WITHIN_SAMPLES) if plain.get(key) is not None}
+    if sizes.get("tp_size") == 1:
+        del sizes["tp_size"]
     for key, divided in _WITHIN_SAMPLES.items():
         if sizes.pop(key, 1) > 1:
             raise LaunchError(
@@ -111,7 +113,7 @@ def parallelism_variables(config: Mapping[str, Any], kind: str, total: int) -> d
     if total > 0 and math.prod(sizes.values()) != total:
         shown = " x ".join(f"{key}: {size}" for key, size in sizes.items()) or "nothing"
         raise LaunchError(
-            f"{section}: spreads samples over {shown}, and num_processes is {total}; it must be their product"
+            f"{section}: spreads the work over {shown}, and num_processes is {total}; it must be their product"
         )
     return {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",

@@ -1,0 +1,130 @@
+"""Divide matrices over processes by a plan: which modules by their outputs, which by their inputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from tr_dist.base import some_of
+
+
+class OfSplitHeads(ParallelStyle):
+    """A module of which each process computes its own heads, `(..., heads, size)`; its weights get all gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def on_all_heads(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Shard(inputs[0].dim() - 2)], run_check=False)
+
+        def own_heads(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, on_all_heads, own_heads)  # type: ignore[arg-type]
+
+
+# style -> how torch does it, the classes of module, and the sizes of the weight that are divided
+_STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
+    "colwise": (ColwiseParallel(), (nn.Linear,), "out_features"),
+    "rowwise": (RowwiseParallel(), (nn.Linear,), "in_features"),
+    "rowwise_split_input": (RowwiseParallel(input_layouts=Replicate()), (nn.Linear,), "in_features"),
+    "colwise_gather_output": (ColwiseParallel(output_layouts=Replicate()), (nn.Linear,), "out_features"),
+    "embedding_rowwise": (RowwiseParallel(input_layouts=Replicate()), (nn.Embedding,), "num_embeddings"),
+    "embedding_colwise": (ColwiseParallel(output_layouts=Replicate()), (nn.Embedding,), "embedding_dim"),
+    "replicated_with_grad_allreduce": (OfSplitHeads(), (nn.Module,), ""),
+}
+_AS_IT_IS = ("replicate", "keep_full_weight")
+_OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
+_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+
+
+def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the style of each module that is divided, by its name.
+
+    Args:
+        model: not divided.
+        given: pattern of names, with `*` for one word -> style; None takes the plan that a model of transformers has.
+
+    Raises:
+        ValueError: there is no plan, a pattern fits no module, or a style is not known or not for the module.
+    """
+    plan = getattr(model, "_tp_plan", None) if given is None else given
+    if not plan:
+        raise ValueError(
+            f"tp_size divides matrices by a plan, and {type(model).__name__} has none; give one as tp_plan, such as "
+            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+        )
+    modules, styles = dict(model.named_modules()), dict[str, str]()
+    for pattern, style in plan.items():
+        style = _OTHER_NAMES.get(style, style)
+        expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        found = [name for name in modules if expression.fullmatch(name)]
+        if not found and given is not None:
+            raise ValueError(f"tp_plan: no module is called {pattern!r}; there are {some_of(sorted(modules)[1:])}")
+        if found and style not in (*_STYLES, *_AS_IT_IS):
+            raise ValueError(
+                f"tp_plan: {pattern!r} is to be divided by {style!r}, which is not done here; the styles are "
+                f"{', '.join(_STYLES)}"
+            )
+        styles |= {name: style for name in found if style not in _AS_IT_IS}
+    return styles
+
+
+def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
+    """Check that `size` processes can divide what the plan divides.
+
+    Raises:
+        ValueError: a module is of another class, or a number of heads or features is not a multiple.
+    """
+    config = getattr(model, "config", None)
+    for name in _HEADS:
+        if isinstance(number := getattr(config, name, None), int) and number % size:
+            raise ValueError(f"tp_size={size} does not divide {name}={number}; {_sizes_of(number)} do")
+    for name, module in model.named_modules():
+        if name in styles:
+            _, classes, divided = _STYLES[styles[name]]
+            if not isinstance(module, classes):
+                raise ValueError(
+                    f"tp_plan: {name} is to be divided by {styles[name]!r}, which is for {classes[0].__name__}, and is "
+                    f"a {type(module).__name__}"
+                )
+            number = getattr(module, divided) if divided else size
+            if number % size:
+                raise ValueError(f"tp_size={size} does not divide {divided}={number} of {name}; {_sizes_of(number)} do")
+
+
+def _sizes_of(number: int) -> str:
+    return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)
+
+
+def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Divide the modules in place. A parameter that several of them share stays one.
+
+    Raises:
+        ValueError: a parameter is shared by a module that is divided and one that is not, or not in the same way.
+    """
+    shared = _shared(model)
+    parallelize_module(model, mesh, {name: _STYLES[style][0] for name, style in styles.items()})
+    modules = dict(model.named_modules())
+    for places in shared:
+        held = [modules[module]._parameters[name] for module, name in places]
+        layouts = {str(getattr(parameter, "placements", "whole")) for parameter in held}
+        if len(layouts) > 1:
+            names = " and ".join(f"{module}.{name}" for module, name in places)
+            raise ValueError(f"tp_plan: {names} are one parameter, and are divided as {' and '.join(sorted(layouts))}")
+        for module, name in places:
+            modules[module]._parameters[name] = held[0]
+
+
+def _shared(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """Return the places of each parameter that several modules hold."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module_name, name))
+    return [found for found in places.values() if len(found) > 1]

@@ -1,0 +1,65 @@
+"""Which modules are divided over the processes of a sample, and what is refused before anything is."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from tr_dist.mesh.tensor import check_sizes, plan_of
+
+
+def network(**config):
+    layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}) for _ in range(2))
+    model = nn.ModuleDict({"words": nn.Embedding(10, 8), "norm": nn.LayerNorm(8), "layers": layers})
+    model.config = SimpleNamespace(**config)
+    return model
+
+
+def test_a_pattern_names_one_word_of_a_name_each():
+    plan = {"layers.*.up": "colwise", "layers.1.down": "rowwise", "norm": "replicate"}
+    assert plan_of(network(), plan) == {
+        "layers.0.up": "colwise",
+        "layers.1.up": "colwise",
+        "layers.1.down": "rowwise",
+    }
+
+
+def test_the_plan_of_a_model_may_name_what_it_lacks_and_have_former_names():
+    model = network()
+    model._tp_plan = {"layers.*.up": "colwise_rep", "lm_head": "colwise"}
+    assert plan_of(model, None) == dict.fromkeys(("layers.0.up", "layers.1.up"), "colwise_gather_output")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (None, "divides matrices by a plan, and ModuleDict has none; give one as tp_plan, such as"),
+        ({"layers.*.over": "colwise"}, r"no module is called 'layers.\*.over'; there are layers, layers.0, layers.0.d"),
+        (
+            {"layers.*.up": "columns"},
+            r"'layers.\*.up' is to be divided by 'columns', which is not done here; the styles",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused(plan, said):
+    with pytest.raises(ValueError, match=said):
+        plan_of(network(), plan)
+
+
+@pytest.mark.parametrize(
+    ("config", "styles", "size", "said"),
+    [
+        ({"num_key_value_heads": 6}, {}, 4, "tp_size=4 does not divide num_key_value_heads=6; 2, 3, 6 do"),
+        ({}, {"layers.0.up": "colwise"}, 5, "tp_size=5 does not divide out_features=12 of layers.0.up; 2, 3, 4, 6, 12"),
+        ({}, {"layers.0.up": "rowwise"}, 3, "tp_size=3 does not divide in_features=8 of layers.0.up; 2, 4, 8 do"),
+        ({}, {"words": "embedding_rowwise"}, 4, "tp_size=4 does not divide num_embeddings=10 of words; 2, 5, 10 do"),
+        ({}, {"norm": "colwise"}, 2, "norm is to be divided by 'colwise', which is for Linear, and is a LayerNorm"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(config, styles, size, said):
+    with pytest.raises(ValueError, match=said):
+        check_sizes(network(**config), styles, size)
+
+
+def test_sizes_that_divide_are_accepted():
+    check_sizes(network(num_attention_heads=4), {"layers.0.up": "colwise", "layers.0.down": "rowwise"}, 4)

@@ -1,0 +1,220 @@
+"""Processes that compute each sample together: the numbers of one process, on every mesh, and from one to another."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tr_core import Trainer, TrainingArguments
+from tr_dist.testing import run_ranks
+
+pytestmark = pytest.mark.column("mesh")
+
+SMALL = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+PLAN = {
+    "words": "embedding_rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+SHARDED = {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 60}}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Plain(nn.Module):
+    """Names what it divides in `tp_plan`; dropout is on what all processes of a sample hold."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(24, 8), nn.Linear(8, 24, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def loss_function(self, logits, labels, num_items_in_batch=None):
+        how = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=how)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        hidden = self.words(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        return {"loss": self.loss_function(logits, labels, **kwargs), "logits": logits}
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS, **options))
+
+
+def qwen():
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, **HEADS, tie_word_embeddings=True))
+
+
+MODELS = {"plain": Plain, "llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "qwen": qwen}
+
+
+def rows(number):
+    """Return rows of words of which some are no targets, in every row another number of them."""
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(24, (number, 6), generator=generator)
+    hidden = torch.randint(4, (number, 1), generator=generator) > torch.arange(6)
+    labels = words.masked_fill(hidden, -100)
+    return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
+
+
+def train(folder, name, options, steps=4, resume=None):
+    """Run in every rank; returns losses, norms and evaluations, and the whole weights on rank 0."""
+    plan = {"tp_plan": PLAN} if name == "plain" and "parallelism_config" in options else {}
+    args = TrainingArguments(
+        folder,
+        max_steps=4,
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        eval_steps=2,
+        eval_strategy="steps",
+        save_strategy="steps",
+        save_steps=2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        label_names=["labels"],
+        log_level="error",
+        **plan,
+        **options,
+    )
+    trainer = Trainer(MODELS[name](), args, train_dataset=rows(48), eval_dataset=rows(7))
+    if steps < args.max_steps:
+        trainer.add_callback(StopAt(steps))
+    trainer.train(resume_from_checkpoint=resume)
+    names = ("loss", "grad_norm", "eval_loss")
+    history = [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
+    state = trainer.strategy.full_state_dict(trainer.model_wrapped)
+    weights = {key: value.clone() for key, value in state.items()}
+    trainer.save_model(f"{folder}/model")
+    trainer.strategy.close()
+    return [entry for entry in history if entry], weights
+
+
+class StopAt:
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
+def mesh(world, sizes, **options):
+    """Return how many processes there are, and the arguments by which four samples are a micro-batch on them."""
+    replicas = world // 2 if "tp=2" in sizes else world
+    each = 4 // replicas
+    return world, {"parallelism_config": sizes, "per_device_train_batch_size": each, **options}
+
+
+ALONE = {"per_device_train_batch_size": 4}
+MESHES = {
+    "tp 2": mesh(2, "tp=2"),
+    "tp 2, replicas 2": mesh(4, "tp=2"),
+    "tp 2, shards 2": mesh(4, "tp=2,dp_shard=2", **SHARDED),
+    "tp 2 of units": mesh(2, "tp=2", **SHARDED),
+}
+
+
+def assert_close(found, alone, tolerance):
+    for ours, expected in zip(found[0], alone[0], strict=True):
+        assert ours == pytest.approx(expected, rel=tolerance)
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, alone[1][name], rtol=tolerance, atol=tolerance)
+
+
+def in_the_night(first, *others):
+    """Return parameters of which every change runs the first; the backend's session runs all."""
+    return [first, *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    in_the_night(
+        ("qwen", "tp 2, shards 2"),
+        *((name, "tp 2") for name in MODELS),
+        *((name, form) for name in ("llama", "tied") for form in ("tp 2, replicas 2", "tp 2, shards 2")),
+        ("qwen", "tp 2, replicas 2"),
+    ),
+)
+def test_a_mesh_gives_the_numbers_of_one_process(name, form, tmp_path):
+    accumulated = {"gradient_accumulation_steps": 3, "per_device_eval_batch_size": 2}
+    world, options = MESHES[form]
+    alone = train(str(tmp_path / "alone"), name, ALONE | accumulated)
+    for rank in run_ranks(train, world, str(tmp_path / "mesh"), name, options | accumulated, timeout_s=300):
+        assert_close(rank, alone, 2e-5)
+    assert alone[1].keys() == rank[1].keys() or not rank[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    in_the_night(("tp 2, shards 2", "tp 2 of units"), ("tp 2", "alone"), ("alone", "tp 2, replicas 2")),
+)
+def test_a_run_goes_on_on_another_mesh(first, second, tmp_path):
+    def run(form, folder, *arguments):
+        world, options = (1, ALONE) if form == "alone" else MESHES[form]
+        if world == 1:
+            return train(folder, "llama", options, *arguments)
+        return run_ranks(train, world, folder, "llama", options, *arguments, timeout_s=300)[0]
+
+    whole = train(str(tmp_path / "whole"), "llama", ALONE)
+    folder = str(tmp_path / "out")
+    run(first, folder, 2)
+    resumed = run(second, folder, 4, True)
+    assert_close((resumed[0][-4:], resumed[1]), (whole[0][-4:], whole[1]), 2e-5)
+    exported = LlamaForCausalLM.from_pretrained(f"{folder}/model").state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in resumed[1].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["sgd", "rmsprop", "adagrad"])
+def test_optimizers_of_elements_give_the_numbers_of_one_process(optim, tmp_path):
+    alone = train(str(tmp_path / "alone"), "llama", ALONE | {"optim": optim})
+    for rank in run_ranks(
+        train, 2, str(tmp_path / "mesh"), "llama", MESHES["tp 2"][1] | {"optim": optim}, timeout_s=300
+    ):
+        assert_close(rank, alone, 2e-5)
+
+
+def refusal(folder, options):
+    try:
+        train(folder, "llama", options)
+    except ValueError as error:
+        torch.distributed.destroy_process_group()
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [
+        ("adafactor", "Adafactor: a parameter of shape (24, 16) is a DTensor with"),
+        ("galore_adamw", "GaLoreAdamW: a parameter of shape (32, 16) is a DTensor with"),
+        ("adamw_8bit", "AdamW8bit: a parameter of shape (24, 16) is a DTensor with"),
+        ("muon", "and Muon needs whole matrices; train with replicas (strategy='ddp'), or use adamw_torch"),
+        ("lomo", "an optimizer that consumes gradients in the backward pass is not for tp_size"),
+        ("adalomo", "an optimizer that consumes gradients in the backward pass is not for tp_size"),
+    ],
+)
+def test_an_optimizer_that_cannot_follow_divided_matrices_is_refused(optim, said, tmp_path):
+    targets = {"optim_target_modules": ["gate_proj", "down_proj"]} if "galore" in optim else {}
+    options = MESHES["tp 2"][1] | {"optim": optim} | targets
+    for text in run_ranks(refusal, 2, str(tmp_path), options, timeout_s=300):
+        assert said in text
