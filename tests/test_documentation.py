@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from shared.commands import command
-from shared.typed_page import FILE, type_page
+from shared.typed_page import FILE, TYPED_ELSEWHERE, type_page
 
 import tr_all
 from tr_all import Seq2SeqTrainingArguments, Trainer
@@ -29,7 +29,7 @@ PAGES = [
     ROOT / "README.md",
 ]
 # Of the other packages' pages with Python, those whose own tests do not run it.
-NOT_RUN_THERE = [ROOT / f"packages/tr-dist/docs/{name}.md" for name in ("accelerate", "hangs", "sharding")]
+NOT_RUN_THERE = [ROOT / f"packages/tr-dist/docs/{name}.md" for name in ("accelerate", "hangs", "mesh", "sharding")]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK_OF_ANY = re.compile(r"^```([\w{}]*)[^\n]*\n.*?^```", re.DOTALL | re.MULTILINE)
 # Pages whose commands are run as they are, one after the other in an empty folder; of the last, with TRL.
@@ -201,7 +201,7 @@ def test_every_block_of_python_on_the_site_is_run_by_a_test(capsys):
         if kinds["python"]:
             assert page in here or any(page.name in test and "python" in test for test in tests), page
             run["python"] += kinds["python"]
-        if page.stem in TYPED:
+        if page.stem in TYPED or str(page.with_suffix("")).endswith(TYPED_ELSEWHERE):
             run["console"] += kinds["console"]
     assert run["python"] == counts["python"] > 40
     with capsys.disabled():

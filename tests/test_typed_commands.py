@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from shared.typed_page import COMMANDS, environment, free_port
+from shared.typed_page import COMMANDS, TYPED_ELSEWHERE, environment, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -38,17 +38,6 @@ if __name__ == "__main__":
 """
 RUN = "--output_dir {} --max_steps 20 --save_steps 10 --use_cpu true"
 EVALUATED = f"{RUN} --eval_strategy steps --eval_steps 10 --metric_for_best_model loss"
-PAGES = (
-    "tr-all/README",
-    "tr-all/docs/how-to/fsdp-deepspeed",
-    "tr-all/docs/how-to/several-machines",
-    "tr-all/docs/how-to/troubleshooting",
-    "tr-ckpt/README",
-    "tr-core/docs/check-codes",
-    "tr-core/docs/throughput",
-    "tr-dist/README",
-    "tr-log/README",
-)
 # Not to be typed on one machine, or without an end, as they are.
 CHANGED = {
     "trainer ckpt diff run/checkpoint-10 run/checkpoint-20": "trainer ckpt diff run/checkpoint-10 run/checkpoint-20 || "
@@ -82,7 +71,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", TYPED_ELSEWHERE)
 def test_the_commands_of_a_page_can_be_typed(name, folder):
     text = (ROOT / f"packages/{name}.md").read_text("utf-8")
     lines = [line for block in COMMANDS.findall(text) for line in block.splitlines()]

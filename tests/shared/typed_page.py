@@ -12,6 +12,20 @@ FILE = re.compile(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)^```", re.DOTALL | r
 COMMANDS = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+# Pages whose commands test_typed_commands.py types in a folder that has what they speak of.
+TYPED_ELSEWHERE = (
+    "tr-all/README",
+    "tr-all/docs/how-to/fsdp-deepspeed",
+    "tr-all/docs/how-to/several-machines",
+    "tr-all/docs/how-to/troubleshooting",
+    "tr-ckpt/README",
+    "tr-core/docs/check-codes",
+    "tr-core/docs/throughput",
+    "tr-dist/README",
+    "tr-log/README",
+)
+
+
 def environment():
     """Return the environment of a user of this interpreter's commands, who has neither a GPU nor a network."""
     own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -67,7 +67,8 @@ class Mesh(FSDP):
         """Return this process among those that compute other samples."""
         return self._data
 
-    def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:
         """Refuse: an optimizer that works in the backward pass knows nothing of divided matrices.
 
         Raises:
@@ -77,6 +78,7 @@ class Mesh(FSDP):
             "an optimizer that consumes gradients in the backward pass is not for tp_size; choose another optim, such "
             "as adamw_torch"
         )
+        yield
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
         if self.world_size % self._tp:
@@ -100,4 +102,4 @@ class Mesh(FSDP):
         divide(model, styles, self._whole["tp"])
 
     def _shards(self) -> dist.ProcessGroup:
-        return self._of_model
+        return cast("dist.ProcessGroup", self._of_model)  # this process is in one of them
