@@ -45,7 +45,7 @@ class LiteralApi:
     def list_repo_commits(self, repo_id, revision):
         return []
 
-    def snapshot_download(self, repo_id, *, revision, allow_patterns, local_dir):
+    def snapshot_download(self, repo_id, *, revision, allow_patterns, local_dir, tqdm_class):
         from huggingface_hub.utils import filter_repo_objects
 
         for path in filter_repo_objects(self.files, allow_patterns=allow_patterns):
