@@ -237,6 +237,7 @@ def test_a_command_that_starts_processes_is_one(page, tmp_path, monkeypatch, cap
         assert command("launch")(["--dry_run", *words]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["several-machines", pytest.param("fsdp-deepspeed", marks=pytest.mark.slow)])
 def test_the_script_of_a_page_trains_in_two_processes(name, tmp_path):
     page = HOW_TO / f"{name}.md"

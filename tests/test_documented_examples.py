@@ -394,6 +394,7 @@ def test_the_callback_that_returns_a_dict_stops_after_ten_steps(namespace, param
     assert namespace["trainer"].state.global_step == 10
 
 
+@pytest.mark.slow
 def test_logging_is_set_up_for_script_and_libraries(tmp_path):
     imports = "import logging, datasets, transformers\nfrom tr_all import Trainer\n"
     # The three dots stand for the arguments of the examples before.

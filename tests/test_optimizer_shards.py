@@ -208,6 +208,7 @@ def resumed(trained):
     return run_ranks(by_trainer_in_shards, 3, str(trained[0]), list(TRAINED), options, timeout_s=300)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_trainer_resumes_shards_with_another_number_of_processes(trained, resumed, name):
     torch.testing.assert_close(resumed[name], trained[1][name], rtol=0, atol=2e-6)

@@ -217,6 +217,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_from_steps_before_and_with_a
             assert (end - ranks[0][number]).abs().max() < tolerance_of(setting), (str(setting), step)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_with_two_ranks(tmp_path):
     alone = []
     for number, setting in enumerate(IN_BACKWARD):

@@ -46,7 +46,9 @@ def test_a_run_whose_loader_has_workers_goes_on_bit_equal(kind, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow][: place % 4]) for place, kind in enumerate(DRAWN)]
+)
 def test_batches_go_on_wherever_their_generator_is_made_and_whenever_it_draws(kind, workers, tmp_path):
     assert_goes_on(f"{kind}, {workers} workers", tmp_path, (2, 6, 9))
 

@@ -240,6 +240,7 @@ def test_an_evaluation_counts_every_sample_of_parts_once(tmp_path):
             assert of_evaluation == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_where_one_part_had_ended(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 2}
     stopped = saving | {"max_steps": 4}

@@ -97,6 +97,7 @@ def training(material, **arguments):
     return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
 
+@pytest.mark.slow
 def test_it_trains_evaluates_predicts_and_its_last_word_continues_the_run(
     main, material, tmp_path, monkeypatch, capsys
 ):

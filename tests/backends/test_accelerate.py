@@ -18,7 +18,7 @@ from tr_dist.testing import run_ranks
 
 accelerate = pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.column("accelerate")
+pytestmark = [pytest.mark.column("accelerate"), pytest.mark.slow]
 TIME_LIMIT_S = 120
 
 

@@ -257,6 +257,7 @@ Sharding.from_config(["full_shard"], {"sharding_strategy": "no_shard"})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_under_our_launcher_a_refusal_by_all_ranks_is_shown_once(tmp_path):
     script = tmp_path / "script.py"

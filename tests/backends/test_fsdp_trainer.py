@@ -23,9 +23,9 @@ ADAM = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 3, "num_
     ("first", "seconds"),
     [
         (SHARDS, [(2, DDP), (1, ALONE), (2, REPLICAS), (2, WHOLE)]),
-        (WHOLE, [(3, SHARDS), (2, DDP)]),
-        (REPLICAS, [(2, SHARDS)]),
-        pytest.param(DDP, [(2, SHARDS), (2, REPLICAS)], marks=pytest.mark.column("ddp", "fsdp")),
+        pytest.param(WHOLE, [(3, SHARDS), (2, DDP)], marks=pytest.mark.slow),
+        pytest.param(REPLICAS, [(2, SHARDS)], marks=pytest.mark.slow),
+        pytest.param(DDP, [(2, SHARDS), (2, REPLICAS)], marks=[pytest.mark.column("ddp", "fsdp"), pytest.mark.slow]),
     ],
     ids=["shards", "shards saved whole", "replicas", "DDP"],
 )

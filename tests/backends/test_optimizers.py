@@ -21,7 +21,7 @@ from tr_dist.testing import run_ranks
 
 STEPS, RATE = 4, 3e-3
 # Where the weights are kept is no matter of an optimizer's: `nox -s backend(fsdp)` has it all the same.
-LEFT_TO_ITS_BACKEND = ("offload",)
+LEFT_TO_ITS_BACKEND = ("offload", "units")
 TABLE = Path(__file__).parents[2] / "packages/tr-dist/docs/optimizers.md"
 
 # A small eps would let the smallest gradients, which are rounding for the most part, make updates as large as all.

@@ -91,6 +91,7 @@ def test_averages_in_shards_are_those_of_one_process(tmp_path, variant, start, r
         torch.testing.assert_close(value, of_one[name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.column("fsdp")
 @pytest.mark.row("average")
 def test_averages_in_shards_resume_on_any_number_of_ranks(tmp_path):

@@ -90,6 +90,7 @@ def test_runs_that_are_equal_to_the_bit_end_with_0(transformers, tmp_path, capsy
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.slow
 def test_runs_that_differ_end_with_1_and_show_where(transformers, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FACTOR", "1.5")
     assert main(["--compare", "--into", "both", "script.py", "without", "an output_dir of its own"]) == 1
@@ -108,6 +109,7 @@ def test_runs_that_differ_end_with_1_and_show_where(transformers, tmp_path, monk
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_random_numbers_that_the_model_draws_are_named_as_a_cause(transformers, monkeypatch, capsys):
     monkeypatch.setenv("FACTOR", "1.5")
     assert main(["--compare", "--into", "both", "script.py", "--output_dir", "out", "--dropout"]) == 1

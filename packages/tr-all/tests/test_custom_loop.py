@@ -57,6 +57,7 @@ def test_killed_in_the_middle_and_started_again_it_ends_with_the_same_bits(comma
     assert json.loads((whole / "all_results.json").read_text())["test_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_two_processes_train_the_same_model_as_one(command, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -38,7 +38,9 @@ def test_every_template_has_its_settings_and_its_bound():
     assert all(path.with_suffix(".yaml").is_file() for path in TEMPLATES.values())
 
 
-@pytest.mark.parametrize("task", LEARNT)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=pytest.mark.slow) if task == "causal-lm" else task for task in LEARNT]
+)
 def test_what_is_written_learns_and_a_resumed_run_ends_the_same(task, tmp_path, capsys):
     assert main(["init", task, str(tmp_path)]) == 0
     shown = capsys.readouterr().out

@@ -44,7 +44,7 @@ def saved_by_two(request, tmp_path_factory):
     return directory, request.param, torch.load(f"{directory}.truth")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_what_two_ranks_saved_goes_on_with_any_number_of_ranks(saved_by_two, world_size):
     directory, named, truth = saved_by_two
     run(world_size, ckpt_shards.restore_and_train_on, str(directory), named)

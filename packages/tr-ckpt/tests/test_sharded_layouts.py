@@ -28,7 +28,9 @@ def saved(tmp_path_factory):
     return directories
 
 
-@pytest.mark.parametrize("world_size", INTO)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(size, marks=pytest.mark.slow) if size == 4 else size for size in INTO]
+)
 def test_what_was_saved_in_any_layout_is_loaded_in_any_other(saved, world_size):
     run(world_size, ckpt_shards.restore_in, INTO[world_size], list(saved.values()))
 

@@ -76,6 +76,7 @@ def _printed(code):
     return [line for line in said.getvalue().splitlines() if ", loss " in line]
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_the_readmes_four_lines_distribute_a_loop(tmp_path):
     (tmp_path / "loop.py").write_text(_readme_example("with Loop()"))

@@ -146,6 +146,7 @@ def test_load_is_a_curve_in_per_cent(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_page_of_100_000_steps_is_at_most_half_a_megabyte(tmp_path):
     names = ("loss", "learning_rate", "grad_norm", *(f"own_{n}" for n in range(10)))
     entries = [{"step": n, "epoch": n / 1000, **{name: n / 7 for name in names}} for n in range(100_000)]

@@ -79,6 +79,7 @@ def test_weights_in_bfloat16_are_rounded_stochastically_and_each_row_by_itself(o
     assert not found["rows of ranks are alike"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", " in replicas"])
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_end_as_one_process_with_whole_parameters(on_four, name, how):
