@@ -45,7 +45,8 @@ TEST_ENVIRONMENT = {
 # What looks at the sources alone.
 HOUSE = ("tests/test_house.py", "tests/test_structure.py")
 # What a night runs: the tests marked slow of these sessions, and these sessions.
-SLOW = ("integration", *(f"alone(package='{name}')" for name in NAMES if name != "tr-args"))
+SLOW = ("integration", "alone(package='tr-log')", "alone(package='tr-core')", "alone(package='tr-ckpt')",
+        "alone(package='tr-dist')", "alone(package='tr-optim')", "alone(package='tr-all')")  # fmt: skip
 NIGHT = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in BACKENDS), "robustness", "launching",
          "examples", "ecosystem", "llama_factory", "docs", "report", "release", "trackers", "engines", "kernels",
          "attack", "minimums", "pythons-3.12", "pythons-3.13")  # fmt: skip
