@@ -144,6 +144,7 @@ def in_the_night(first, *others):
     return [first, *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
 
 
+@pytest.mark.row("numbers")
 @pytest.mark.parametrize(
     ("name", "form"),
     in_the_night(
@@ -162,6 +163,7 @@ def test_a_mesh_gives_the_numbers_of_one_process(name, form, tmp_path):
     assert alone[1].keys() == rank[1].keys() or not rank[1]
 
 
+@pytest.mark.row("resize")
 @pytest.mark.parametrize(
     ("first", "second"),
     in_the_night(("tp 2, shards 2", "tp 2 of units"), ("tp 2", "alone"), ("alone", "tp 2, replicas 2")),
@@ -182,8 +184,41 @@ def test_a_run_goes_on_on_another_mesh(first, second, tmp_path):
     assert all(torch.equal(exported[name], value) for name, value in resumed[1].items())
 
 
+def row(name):
+    return pytest.mark.row(name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["sgd", "adagrad"])
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param({"bf16": True}, 0.05, marks=row("bf16"), id="bf16"),
+        pytest.param({"ema_decay": 0.9}, 2e-5, marks=row("average"), id="average"),
+        pytest.param({"gradient_checkpointing": True}, 2e-5, marks=row("recompute"), id="recomputed"),
+    ],
+)
+def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(options, tolerance, tmp_path):
+    alone = train(str(tmp_path / "alone"), "llama", ALONE | options)
+    world, on_mesh = MESHES["tp 2, shards 2"]
+    for rank in run_ranks(train, world, str(tmp_path / "mesh"), "llama", on_mesh | options, timeout_s=300):
+        assert_close(rank, alone, tolerance)
+
+
+@pytest.mark.slow
+@row("resume")
+def test_a_run_that_stopped_goes_on_to_the_same_bits(tmp_path):
+    def run(folder, *arguments):
+        return run_ranks(train, 2, str(tmp_path / folder), "plain", MESHES["tp 2"][1], *arguments, timeout_s=300)[0]
+
+    whole = run("whole")
+    run("out", 2)
+    history, weights = run("out", 4, True)
+    assert history[-4:] == whole[0][-4:]
+    assert all(torch.equal(value, whole[1][name]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", [pytest.param(name, marks=row(f"optim {name}")) for name in ("sgd", "adagrad")])
 def test_optimizers_of_elements_give_the_numbers_of_one_process(optim, tmp_path):
     alone = train(str(tmp_path / "alone"), "llama", ALONE | {"optim": optim})
     for rank in run_ranks(
@@ -201,20 +236,14 @@ def refusal(folder, options):
     return ""
 
 
+REFUSALS = {}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optim", "said"),
-    [
-        ("adafactor", "Adafactor: a parameter of shape (24, 16) is a DTensor with"),
-        ("galore_adamw", "GaLoreAdamW: a parameter of shape (32, 16) is a DTensor with"),
-        ("adamw_8bit", "AdamW8bit: a parameter of shape (24, 16) is a DTensor with"),
-        ("muon", "and Muon needs whole matrices; train with replicas (strategy='ddp'), or use adamw_torch"),
-        ("lomo", "an optimizer that consumes gradients in the backward pass is not for tp_size"),
-        ("adalomo", "an optimizer that consumes gradients in the backward pass is not for tp_size"),
-    ],
-)
-def test_an_optimizer_that_cannot_follow_divided_matrices_is_refused(optim, said, tmp_path):
+@pytest.mark.parametrize("optim", [pytest.param(name, marks=row(f"optim {name}")) for name in REFUSALS])
+def test_an_optimizer_that_cannot_follow_divided_matrices_is_refused(optim, tmp_path, record_property):
     targets = {"optim_target_modules": ["gate_proj", "down_proj"]} if "galore" in optim else {}
     options = MESHES["tp 2"][1] | {"optim": optim} | targets
     for text in run_ranks(refusal, 2, str(tmp_path), options, timeout_s=300):
-        assert said in text
+        assert REFUSALS[optim] in text
+    record_property("refused", "it needs what a divided matrix does not give")
