@@ -17,6 +17,7 @@ from tr_args.constraints import Above, AtLeast, Between, Later, Numbers, Only, S
 from tr_args.help_page import field_help
 from tr_args.rules import conflicts, without_effect
 from tr_args.schema import FieldSpec, schema
+from tr_args.types.sharding import AcceleratorConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "packages/tr-args/docs/arguments.md"
 HEAD = """\
@@ -49,7 +50,7 @@ TRIED = {
     "parallelism_config": [{"dp_shard_size": 2}, {"tp_size": 2}], "tp_plan": [{"up": "colwise"}],
     "neftune_length": ["padded"], "ema_start_step": [1],
     "ema_update_steps": [2], "dataloader_prefetch_factor": [2], "dataloader_multiprocessing_context": ["spawn"],
-    "label_smoothing_factor": [0.1],
+    "label_smoothing_factor": [0.1], "accelerator_config": [AcceleratorConfig(split_batches=True)],
 }  # fmt: skip
 SWITCHES = (
     "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "eval_perplexity", "load_best_model_at_end",

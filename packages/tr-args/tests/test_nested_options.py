@@ -129,6 +129,10 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
     ("options", "message"),
     [
         ({"parallelism_config": {"tp_size": 2}, "strategy": "ddp"}, "divides matrices by tp_size with strategy='mesh'"),
+        (
+            {"parallelism_config": {"tp_size": 2}, "accelerator_config": {"split_batches": True}},
+            "has no batches to split with tp_size",
+        ),
         ({"tp_plan": {"up": "colwise"}}, "says what tp_size divides; set tp_size too"),
         ({"parallelism_config": "tp=2,dp=2"}, "has the unknown key dp_size; did you mean"),
         ({"parallelism_config": "tp=two"}, "at tp_size='two': needs a number of processes, from 1"),

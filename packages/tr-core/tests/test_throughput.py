@@ -210,6 +210,11 @@ def test_mfu_is_the_share_of_the_peaks_of_all_ranks_and_absent_if_one_is_unknown
         assert clock.rates.get("mfu") == (None if expected is None else 128 / 400)
 
 
+def test_processes_that_compute_a_sample_together_have_their_peaks_together():
+    shares = [parts()[1].share(nn.Linear(2, 1), torch.device("cpu"), None, 100.0, together) for together in (1, 2)]
+    assert [share.peak_flops for share in shares] == [100.0, 200.0]
+
+
 def test_what_is_frozen_during_a_run_counts_less_from_the_next_log(watch):
     def freeze(args, state, control, model, **kwargs):
         if state.global_step == 2:

@@ -50,6 +50,7 @@ def test_a_plan_that_cannot_be_followed_is_refused(plan, said):
     ("config", "styles", "size", "said"),
     [
         ({"num_key_value_heads": 6}, {}, 4, "tp_size=4 does not divide num_key_value_heads=6; 2, 3, 6 do"),
+        ({"num_key_value_heads": 1}, {}, 2, "tp_size=2 does not divide num_key_value_heads=1; no other sizes do"),
         ({}, {"layers.0.up": "colwise"}, 5, "tp_size=5 does not divide out_features=12 of layers.0.up; 2, 3, 4, 6, 12"),
         ({}, {"layers.0.up": "rowwise"}, 3, "tp_size=3 does not divide in_features=8 of layers.0.up; 2, 4, 8 do"),
         ({}, {"words": "embedding_rowwise"}, 4, "tp_size=4 does not divide num_embeddings=10 of words; 2, 5, 10 do"),

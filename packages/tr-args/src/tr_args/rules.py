@@ -138,6 +138,8 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
         yield ("parallelism_config", "deepspeed"), "is not read with ZeRO, whose configuration says how it divides"
     if sizes.get("tp_size", 1) > 1 and args.strategy not in ("auto", "mesh"):
         yield ("parallelism_config", "strategy"), "divides matrices by tp_size with strategy='mesh' or 'auto'"
+    if sizes.get("tp_size", 1) > 1 and args.accelerator_config.split_batches:
+        yield ("parallelism_config", "accelerator_config"), "has no batches to split with tp_size; give a replica's"
     if args.tp_plan and sizes.get("tp_size", 1) == 1:
         yield ("tp_plan", "parallelism_config"), "says what tp_size divides; set tp_size too"
     if sizes.get("dp_shard_size", 1) > 1 and not args.fsdp and args.strategy in ("auto", "single", "ddp"):

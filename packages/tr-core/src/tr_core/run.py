@@ -249,7 +249,8 @@ class Run:
         shared = values_of_all_ranks(args, self.optimizer) if self.strategy.world_size > 1 else {}
         read = window.read()
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        share = window.throughput.share(self.methods.model, self.strategy.device, dtype, args.peak_flops)
+        together = self.strategy.world_size // self.strategy.data.world_size
+        share = window.throughput.share(self.methods.model, self.strategy.device, dtype, args.peak_flops, together)
         with phase(EXCHANGE):
             gathered = self.strategy.data.gather_objects((read, shared, share))
         check_same_on_all_ranks([values for _, values, _ in gathered])

@@ -116,9 +116,14 @@ class Throughput:
         self.positions -= positions if scope.weight != 0.0 else 0
 
     def share(
-        self, model: nn.Module, device: torch.device, dtype: torch.dtype | None, given_peak: float | None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        given_peak: float | None,
+        together: int = 1,
     ) -> Share:
-        """Return what this rank adds to the rates. No sync."""
+        """Return what this rank, or each of so many that compute its samples together, adds to the rates. No sync."""
         trained = tuple(parameter.requires_grad for parameter in self._looked_at)
         if not trained or trained != self._trained:  # a walk over a large model takes half a millisecond
             self._facts, self._looked_at = look_at(model), tuple(model.parameters())
@@ -126,7 +131,8 @@ class Throughput:
         devices = [each for each in self._facts.devices if each.type == device.type] or [device]
         peaks = [peak_flops(each, dtype or self._facts.dtype, given_peak) for each in devices]
         known = [peak for peak in peaks if peak is not None]
-        peak = sum(known) if known and len(known) == len(peaks) else None
+        together = together if self._counted is None else 1  # this rank's own operations were counted
+        peak = sum(known) * together if known and len(known) == len(peaks) else None
         return Share(self.own_samples, self.positions, self.targets, *memory_in_use(devices), peak)
 
     def close(self, shares: Sequence[Share], tokens_seen: int | None) -> None:

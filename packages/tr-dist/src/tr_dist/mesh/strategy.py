@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from tr_dist.base import common_options
+from tr_dist.base import common_options, some_of
 from tr_dist.environment import LaunchEnvironment
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.strategy import FSDP
@@ -97,6 +98,11 @@ class Mesh(FSDP):
         return self._whole["shard"] if replicas == 1 else self._whole["replicate", "shard"]
 
     def _divide(self, model: nn.Module) -> None:
+        if divided := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
+            raise ValueError(
+                f"{some_of(divided)} are divided already, as by from_pretrained(tp_plan='auto'); give the model whole, "
+                "and tp_size divides it"
+            )
         styles = plan_of(model, self._plan)
         check_sizes(model, styles, self._tp)
         divide(model, styles, self._whole["tp"])

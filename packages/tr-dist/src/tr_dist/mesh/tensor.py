@@ -98,7 +98,7 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
 
 
 def _sizes_of(number: int) -> str:
-    return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)
+    return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0) or "no other sizes"
 
 
 def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
