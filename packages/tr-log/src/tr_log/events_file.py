@@ -317,7 +317,7 @@ def _modified(folder: Path) -> int | None:
 
     command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
     with suppress(OSError, subprocess.SubprocessError):  # no git, one that refuses, or a repository that takes long
-        return len(subprocess.run(command, capture_output=True, check=True, timeout=2.0).stdout.splitlines())
+        return len(subprocess.run(command, capture_output=True, check=True, timeout=0.5).stdout.splitlines())
     return None
 
 
