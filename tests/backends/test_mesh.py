@@ -236,7 +236,7 @@ def refusal(folder, options):
     return ""
 
 
-_DIVIDED = "is a DTensor with (_StridedShard(dim=0, sf=2), Shard(dim=0)) over (1, 2) ranks"
+_DIVIDED = "is a DTensor with"  # and torch's words for how, of its version
 _IN_BACKWARD = "an optimizer that consumes gradients in the backward pass is not for tp_size"
 REFUSALS = {
     "adafactor": _DIVIDED,
