@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tr_core import Trainer, TrainingArguments, plugins
+from tr_core import SingleDevice, Trainer, TrainingArguments, plugins
 from tr_core import choose_strategy as xla_devices
 from tr_core.choose_strategy import belongs_on_xla, choose_strategy, has_tpu
 
@@ -30,6 +30,12 @@ def test_arguments_and_launcher_decide(tmp_path, monkeypatch, options, processes
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     assert choose_strategy(args) == ("tr.strategies", name)
+
+
+def test_matrices_that_a_given_strategy_does_not_divide_are_refused(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, parallelism_config="tp=2")
+    with pytest.raises(ValueError, match="tp_size=2, and strategy='SingleDevice' has 1 process"):
+        Trainer(torch.nn.Linear(1, 1), args, strategy=SingleDevice("cpu"))
 
 
 # The launcher

@@ -57,6 +57,13 @@ def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
                 f"{option} is set, and strategy={name!r} does not act on it (its acts_on is "
                 f"{sorted(strategy.acts_on)}); leave {option} out, or set strategy='auto'"
             )
+    wanted = (args.parallelism_config or {}).get("tp_size", 1)
+    together = strategy.world_size // strategy.data.world_size
+    if wanted > 1 and wanted != together:
+        raise ValueError(
+            f"parallelism_config has tp_size={wanted}, and strategy={name!r} has {together} process(es) compute a "
+            "sample; leave it out, or pass no strategy and leave the choice to strategy='auto'"
+        )
     started = _started_processes()
     if strategy.world_size == 1 < started:
         raise ValueError(

@@ -12,6 +12,7 @@ from tr_core.preflight import argument_checks, data_checks, model_checks, resour
 from tr_core.preflight.context import CheckContext, logger
 from tr_core.preflight.report import Report
 from tr_core.trainer_methods import TrainerMethods
+from tr_log.events_file import whole_size
 
 # Checks of arguments alone, and of a Trainer: later ones use results of earlier ones.
 _ARGUMENT_CHECKS = (
@@ -85,8 +86,10 @@ def check(
             "model": type(model).__name__,
             "device": str(trainer.strategy.device),
             "world_size": trainer.strategy.world_size,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "parameters": sum(map(whole_size, model.parameters())),
+            "trainable_parameters": sum(
+                whole_size(parameter) for parameter in model.parameters() if parameter.requires_grad
+            ),
         }
         _run(_TRAINER_CHECKS, subject)
     return Report(type(trainer).__name__, subject.problems, subject.figures)

@@ -21,7 +21,7 @@ def check_length(subject: CheckContext) -> None:
         return
     trainer, args, figures = subject.trainer, subject.args, subject.figures
     with subject.saying("T101"):
-        batches = training_batches(trainer.get_train_dataloader(), args, trainer.strategy)
+        batches = training_batches(trainer.get_train_dataloader(), args, trainer.strategy.data)
         plan = make_plan(args, batches)
         subject.steps = figures["steps"] = trainer.state.max_steps = plan.max_steps
         if plan.num_epochs < sys.maxsize:
@@ -64,7 +64,7 @@ def first_batch(
     try:
         if loader is None:
             loader = trainer._get_dataloader(dataset, f"check of the {what} data", number)
-        batch = next(iter(batches_of(loader, number, trainer.strategy).iterate(0, 0)), None)
+        batch = next(iter(batches_of(loader, number, trainer.strategy.data).iterate(0, 0)), None)
     except Exception as error:
         subject.say_why(error, dataset, "T402", f"the first samples of the {what} data cannot be made a batch")
         return None

@@ -44,7 +44,7 @@ def micro_batches(subject: CheckContext, pieces: Sequence[Any], seed: int = 1) -
     scope.size, scope.weight = len(pieces), 1.0
     num_items = rule.count([MicroBatch(piece, 1.0, 0, None) for piece in pieces]) if rule.counts else None
     total = torch.zeros((), device=strategy.device)
-    with assigned(trainer, is_in_train=True), scope.separate_window(strategy):
+    with assigned(trainer, is_in_train=True), scope.separate_window(strategy.data):
         for number, piece in enumerate(pieces, start=1):
             scope.inputs = piece
             with strategy.accumulate(model, sync=number == len(pieces)):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
@@ -214,11 +213,8 @@ class FSDP(OnRanks):
         self._precision.unscale(optimizer)  # also over shards: torch combines the ranks' overflow flags
         gradients = [p.grad for p in self.unwrap(model).parameters() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        by_share: dict[float, list[torch.Tensor]] = {}
-        for part, gradient in zip(local, gradients, strict=True):
-            by_share.setdefault(self._share(gradient), []).append(part)
         square = torch.zeros((), device=self.device)
-        for share, parts in by_share.items():
+        for share, parts in self._by_share(gradients, local).items():
             square = square + share * total_norm(parts, self.device).square()
         dist.all_reduce(square, group=self._shards())
         norm = square.sqrt()
@@ -257,13 +253,19 @@ class FSDP(OnRanks):
         """Return the processes that hold the model once, together."""
         return self.mesh.get_group("shard")
 
-    def _share(self, gradient: torch.Tensor) -> float:
-        """Return the share of a gradient's square that this rank adds: one of those of `_shards` that hold its part."""
-        parts = 1
-        if isinstance(gradient, DTensor):
-            places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-            parts = math.prod(size for size, placement in places if not isinstance(placement, Replicate))
-        return parts / dist.get_world_size(self._shards())
+    def _by_share(
+        self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
+    ) -> dict[float, list[torch.Tensor]]:
+        """Return this rank's parts of gradients by the share of their squares that it adds over `_shards`.
+
+        Of a part that several of those hold each adds its share; here all have others, but what is not divided.
+        """
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        if not whole:
+            return {1.0: list(local)}
+        divided = [part for part, gradient in zip(local, gradients, strict=True) if isinstance(gradient, DTensor)]
+        size = dist.get_world_size(self._shards())
+        return {1.0: divided, 1 / size: whole} if size > 1 else {1.0: list(local)}
 
     def _policy(self) -> MixedPrecisionPolicy:
         if self._precision.dtype is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from tr_dist.base import common_options, some_of
 from tr_dist.environment import LaunchEnvironment
@@ -42,9 +44,11 @@ class Mesh(FSDP):
         self, sharding: Sharding | None = None, *, tp: int = 1, tp_plan: Mapping[str, str] | None = None, **options: Any
     ) -> None:
         self._tp, self._plan = tp, tp_plan
-        super().__init__(sharding, **options)
-        if self.sharding.rank0_loads:
+        if sharding is not None and sharding.rank0_loads:
             raise ValueError("cpu_ram_efficient_loading is not done with tp_size; leave it out")
+        if options.get("precision") == "fp16":
+            raise ValueError("fp16=True is not done with tp_size: set bf16=True, or train in float32")
+        super().__init__(sharding, **options)
 
     @classmethod
     def from_arguments(cls, args: Any) -> Mesh:
@@ -106,6 +110,18 @@ class Mesh(FSDP):
         styles = plan_of(model, self._plan)
         check_sizes(model, styles, self._tp)
         divide(model, styles, self._whole["tp"])
+
+    def _by_share(
+        self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
+    ) -> dict[float, list[torch.Tensor]]:
+        size, found = dist.get_world_size(self._shards()), dict[float, list[torch.Tensor]]()
+        for gradient, part in zip(gradients, local, strict=True):
+            parts = 1
+            if isinstance(gradient, DTensor):
+                places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                parts = math.prod(number for number, placement in places if not isinstance(placement, Replicate))
+            found.setdefault(parts / size, []).append(part)
+        return found
 
     def _shards(self) -> dist.ProcessGroup:
         return cast("dist.ProcessGroup", self._of_model)  # this process is in one of them
