@@ -112,8 +112,8 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
         assert sizes.non_data_parallel_size == 1
         assert copy.deepcopy(args).parallelism_config.tp_enabled is False
         assert json.loads(args.to_json_string())["parallelism_config"] == plain
-    with pytest.raises(AttributeError, match="parallelism_config has no ep_size; it has dp_replicate_size"):
-        _ = sizes.ep_size
+    with pytest.raises(AttributeError, match="parallelism_config has no gp_size; it has dp_replicate_size"):
+        _ = sizes.gp_size
     assert TrainingArguments(parallelism_config={"dp_replicate_size": 2}).parallelism_config == {"dp_replicate_size": 2}
     sizes = TrainingArguments(parallelism_config="tp=2, dp_replicate=4").parallelism_config
     assert sizes == {"tp_size": 2, "dp_replicate_size": 4}
@@ -128,7 +128,7 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parallelism_config": {"tp_size": 2}, "strategy": "ddp"}, "divides matrices by tp_size with strategy='mesh'"),
+        ({"parallelism_config": {"tp_size": 2}, "strategy": "ddp"}, "divides a model by tp_size with strategy='mesh'"),
         (
             {"parallelism_config": {"tp_size": 2}, "accelerator_config": {"split_batches": True}},
             "has no batches to split with tp_size",
@@ -136,7 +136,7 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
         ({"tp_plan": {"up": "colwise"}}, "says what tp_size divides; set tp_size too"),
         ({"parallelism_config": "tp=2,dp=2"}, "has the unknown key dp_size; did you mean"),
         ({"parallelism_config": "tp=two"}, "at tp_size='two': needs a number of processes, from 1"),
-        ({"parallelism_config": {"cp_size": 4}}, "at cp_size=4: sequences are not divided over processes"),
+        ({"parallelism_config": {"cp_size": 4}}, "at cp_size=4: is not done here; sequences are divided by sp_size"),
         ({"parallelism_config": {"dp_shards": 2}}, "has the unknown key dp_shards; did you mean dp_shard_size"),
         ({"parallelism_config": {"dp_shard_size": 0}}, "at dp_shard_size=0: needs a number of processes, from 1"),
         ({"parallelism_config": {"dp_shard_size": 2}}, "divides a model by dp_shard_size; set fsdp='full_shard"),

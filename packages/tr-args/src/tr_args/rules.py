@@ -10,6 +10,7 @@ from tr_args.fields import AllFields
 from tr_args.fields.hardware import PrecisionFields
 from tr_args.fields.training import DataFields, RegularizationFields
 from tr_args.types.choices import IntervalStrategy, MetricSchedule, SaveStrategy
+from tr_args.types.sharding import WITHIN_SAMPLES
 
 _METRIC_SCHEDULES = tuple(MetricSchedule)
 
@@ -136,10 +137,11 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
     sizes = args.parallelism_config or {}
     if sizes and args.deepspeed:
         yield ("parallelism_config", "deepspeed"), "is not read with ZeRO, whose configuration says how it divides"
-    if sizes.get("tp_size", 1) > 1 and args.strategy not in ("auto", "mesh"):
-        yield ("parallelism_config", "strategy"), "divides matrices by tp_size with strategy='mesh' or 'auto'"
-    if sizes.get("tp_size", 1) > 1 and args.accelerator_config.split_batches:
-        yield ("parallelism_config", "accelerator_config"), "has no batches to split with tp_size; give a replica's"
+    together = " and ".join(name for name in (*WITHIN_SAMPLES, "ep_size") if sizes.get(name, 1) > 1)
+    if together and args.strategy not in ("auto", "mesh"):
+        yield ("parallelism_config", "strategy"), f"divides a model by {together} with strategy='mesh' or 'auto'"
+    if together and args.accelerator_config.split_batches:
+        yield ("parallelism_config", "accelerator_config"), f"has no batches to split with {together}; give a replica's"
     if args.tp_plan and sizes.get("tp_size", 1) == 1:
         yield ("tp_plan", "parallelism_config"), "says what tp_size divides; set tp_size too"
     if sizes.get("dp_shard_size", 1) > 1 and not args.fsdp and args.strategy in ("auto", "single", "ddp"):

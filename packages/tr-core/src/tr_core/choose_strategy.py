@@ -12,6 +12,7 @@ from typing import Any
 from tr_args import TrainingArguments
 from tr_args.launcher_settings import filled_by_launcher
 from tr_args.process import read_topology
+from tr_args.types.sharding import DATA_SIZES, FACTORS, WITHIN_SAMPLES
 from tr_core import plugins
 from tr_core.protocols import Strategy
 from tr_core.single_device import choose_device, complete_strategy
@@ -57,11 +58,12 @@ def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
                 f"{option} is set, and strategy={name!r} does not act on it (its acts_on is "
                 f"{sorted(strategy.acts_on)}); leave {option} out, or set strategy='auto'"
             )
-    wanted = (args.parallelism_config or {}).get("tp_size", 1)
+    sizes = args.parallelism_config or {}
+    wanted = {size: number for size in WITHIN_SAMPLES if (number := sizes.get(size, 1)) > 1}
     together = strategy.world_size // strategy.data.world_size
-    if wanted > 1 and wanted != together:
+    if wanted and math.prod(wanted.values()) != together:
         raise ValueError(
-            f"parallelism_config has tp_size={wanted}, and strategy={name!r} has {together} process(es) compute a "
+            f"parallelism_config has {_shown(wanted)}, and strategy={name!r} has {together} process(es) compute a "
             "sample; leave it out, or pass no strategy and leave the choice to strategy='auto'"
         )
     started = _started_processes()
@@ -78,19 +80,24 @@ def _name(args: TrainingArguments) -> str:
     sizes = args.parallelism_config or {}
     world_size = _started_processes()
     if name == "auto":
-        divided = "mesh" if sizes.get("tp_size", 1) > 1 else "fsdp" if args.fsdp else ""
+        together = any(sizes.get(size, 1) > 1 for size in (*WITHIN_SAMPLES, "ep_size"))
+        divided = "mesh" if together else "fsdp" if args.fsdp else ""
         sharded = "deepspeed" if args.deepspeed else "xla" if belongs_on_xla(args) else divided
         name = sharded or ("ddp" if world_size > 1 else _of_one_process(args))
     if world_size == 1:
         check_processes_started(os.environ)
-    is_open = "tp_size" in sizes and len(sizes) == 1  # the others share out the samples
-    if sizes and math.prod(sizes.values()) != world_size and not (is_open and world_size % sizes["tp_size"] == 0):
-        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    factors = {size: number for size, number in sizes.items() if size in FACTORS}
+    product, is_open = math.prod(factors.values()), bool(sizes) and not set(sizes) & set(DATA_SIZES)
+    if factors and product != world_size and not (is_open and world_size % product == 0):
         raise ValueError(
-            f"parallelism_config spreads the work over {shown} processes, and {world_size} were started (WORLD_SIZE); "
-            "start as many as their product, or leave it out"
+            f"parallelism_config spreads the work over {_shown(factors)} processes, and {world_size} were started "
+            f"(WORLD_SIZE); start {'a multiple' if is_open else 'as many as their product'}, or leave it out"
         )
     return name
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _started_processes() -> int:

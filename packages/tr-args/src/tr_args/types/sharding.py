@@ -45,10 +45,13 @@ class AcceleratorConfig:
 
 
 DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
-DONE_SIZES = (*DATA_SIZES, "tp_size")
-# Sizes that divide the work on one sample in ways that are not done. size -> what it divides
-_WITHIN_SAMPLES = {"cp_size": "sequences", "sp_size": "sequences"}
-SIZES = (*DONE_SIZES, *_WITHIN_SAMPLES)
+# Sizes of processes that compute a sample together, from the outermost: matrices, sequences, layers.
+WITHIN_SAMPLES = ("pp_size", "sp_size", "tp_size")
+# Experts are shared out over processes that other sizes count, so ep_size is no factor of their number.
+FACTORS = (*DATA_SIZES, *WITHIN_SAMPLES)
+DONE_SIZES = (*FACTORS, "ep_size")
+_NOT_DONE = {"cp_size": "sequences are divided by sp_size"}
+SIZES = (*DONE_SIZES, *_NOT_DONE)
 # Options of those sizes, without effect alone.
 _OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _KEYS = (*SIZES, *_OF_THOSE)
@@ -66,7 +69,7 @@ class Spread(dict[str, int]):
             return self.get(name, 1)
         if end == "enabled" and f"{stem}_size" in SIZES:
             return self.get(f"{stem}_size", 1) > 1
-        sizes = {"total_size": DONE_SIZES, "data_parallel_size": DATA_SIZES, "non_data_parallel_size": ("tp_size",)}
+        sizes = {"total_size": FACTORS, "data_parallel_size": DATA_SIZES, "non_data_parallel_size": WITHIN_SAMPLES}
         if name in sizes:
             return math.prod(self.get(size, 1) for size in sizes[name])
         raise AttributeError(f"parallelism_config has no {name}; it has {', '.join(SIZES)}")
@@ -91,11 +94,10 @@ class ParallelSizes(Constraint):
 
 
 def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return `dp_replicate_size`, `dp_shard_size` and `tp_size` where given; names may have Accelerate's prefix.
+    """Return the sizes of `DONE_SIZES` where given, those within a sample above 1; names may have Accelerate's prefix.
 
     Raises:
-        RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or a size divides the work
-            on one sample.
+        RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or is not done.
     """
     sizes: dict[str, int] = {}
     for given, size in config.items():
@@ -109,10 +111,7 @@ def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         if name in DATA_SIZES or (name in DONE_SIZES and size > 1):
             sizes[name] = size
         elif size > 1:
-            raise RefusedError(
-                f"at {given}={size}: {_WITHIN_SAMPLES[name]} are not divided over processes; leave it out, and divide "
-                "the model by dp_shard_size with fsdp='full_shard auto_wrap'"
-            )
+            raise RefusedError(f"at {given}={size}: is not done here; {_NOT_DONE[name]}")
     return sizes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,24 +13,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from tr_dist.base import common_options, some_of
+from tr_dist.base import common_options
 from tr_dist.environment import LaunchEnvironment
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.strategy import FSDP
 from tr_dist.mesh.data_ranks import DataRanks
-from tr_dist.mesh.tensor import check_sizes, divide, plan_of
+from tr_dist.mesh.direction import Direction, sizes_of
+from tr_dist.mesh.tensor import Tensor
+
+# From the outermost: each makes its direction from the arguments.
+_DIRECTIONS: tuple[Callable[[Any], Direction], ...] = (
+    lambda args: Tensor(sizes_of(args).get("tp_size", 1), args.tp_plan),
+)
 
 
 class Mesh(FSDP):
-    """Processes in several directions: `tp` of them compute each sample together, and hold a part of each matrix.
+    """Processes in several directions: some compute each sample together, the others share out the samples.
 
-    Those of a sample follow each other, so that they are on one machine. The others share out the samples as under
-    FSDP, by replicas and shards.
+    Those of a sample follow each other in the order `sp`, `tp`, so that they are on one machine, and stages of layers
+    (`pp`) are furthest apart. The others share out the samples as under FSDP, by replicas and shards. Those that share
+    out a sequence hold shards too.
 
     Args:
         sharding: how the model is divided over those that compute other samples.
-        tp: processes that compute a sample together.
-        tp_plan: which modules they divide, and how; None takes the plan of a model of transformers.
+        directions: in which processes compute a sample together, each of its own name.
         **options: those of `FSDP`.
 
     Attributes:
@@ -41,27 +47,27 @@ class Mesh(FSDP):
     """
 
     def __init__(
-        self, sharding: Sharding | None = None, *, tp: int = 1, tp_plan: Mapping[str, str] | None = None, **options: Any
+        self, sharding: Sharding | None = None, *, directions: Sequence[Direction] = (), **options: Any
     ) -> None:
-        self._tp, self._plan = tp, tp_plan
+        self._directions = directions
+        together = " and ".join(f"{direction.name}_size" for direction in directions)
         if sharding is not None and sharding.rank0_loads:
-            raise ValueError("cpu_ram_efficient_loading is not done with tp_size; leave it out")
+            raise ValueError(f"cpu_ram_efficient_loading is not done with {together}; leave it out")
         if options.get("precision") == "fp16":
-            raise ValueError("fp16=True is not done with tp_size: set bf16=True, or train in float32")
+            raise ValueError(f"fp16=True is not done with {together}: set bf16=True, or train in float32")
         super().__init__(sharding, **options)
 
     @classmethod
     def from_arguments(cls, args: Any) -> Mesh:
-        """Build from the training arguments of `FSDP`, and `tp_size` of `parallelism_config` with `tp_plan`.
+        """Build from the training arguments of `FSDP`, and the sizes of `parallelism_config` with their plans.
 
         Raises:
             ValueError: they contradict each other.
         """
-        sizes = args.parallelism_config or {}
+        made = (of_arguments(args) for of_arguments in _DIRECTIONS)
         return cls(
-            Sharding.from_config(args.fsdp or ("no_shard",), args.fsdp_config, sizes),
-            tp=sizes.get("tp_size", 1),
-            tp_plan=args.tp_plan,
+            Sharding.from_config(args.fsdp or ("no_shard",), args.fsdp_config, args.parallelism_config or {}),
+            directions=[direction for direction in made if direction.size > 1],
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
             whole_checkpoints=args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT",
             **common_options(args),
@@ -80,36 +86,48 @@ class Mesh(FSDP):
             ValueError: always.
         """
         raise ValueError(
-            "an optimizer that consumes gradients in the backward pass is not for tp_size; choose another optim, such "
-            "as adamw_torch"
+            f"an optimizer that consumes gradients in the backward pass is not for {self._directions[0].name}_size; "
+            "choose another optim, such as adamw_torch"
         )
         yield
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
-        if self.world_size % self._tp:
-            raise ValueError(f"tp_size={self._tp} does not divide the {self.world_size} processes that were started")
-        local = environment.local_world_size
-        within = local // self._tp if local and local % self._tp == 0 else None
-        replicas, shards = self.sharding.mesh_shape(self.world_size // self._tp, within)
-        self._whole = init_device_mesh(
-            self.device.type, (replicas, shards, self._tp), mesh_dim_names=("replicate", "shard", "tp")
-        )
-        ranks = self._whole.mesh
+        sizes = {direction.name: direction.size for direction in self._directions}
+        stages, pieces, parts = (sizes.get(name, 1) for name in ("pp", "sp", "tp"))
+        together = stages * pieces * parts
+        if self.world_size % together:
+            product = " x ".join(f"{name}_size={size}" for name, size in sizes.items())
+            raise ValueError(f"{product} does not divide the {self.world_size} processes that were started")
+        local, near = environment.local_world_size, pieces * parts
+        within = local // near if local and local % near == 0 else None
+        replicas, shards = self.sharding.mesh_shape(self.world_size // together, within)
+        shape = (stages, replicas, shards * pieces, parts)
+        self._whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+        ranks = self._whole.mesh.view(stages, replicas, shards, pieces, parts)
         self._data = DataRanks(
-            ranks.flatten(0, 1).T.tolist(), self.rank, self.local_rank, self.device, self._host, self._timeout
+            ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist(),
+            *(self.rank, self.local_rank, self.device, self._host, self._timeout),
         )
-        self._of_model, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1, 2).tolist(), timeout=self._timeout)
+        of_model = ranks.transpose(0, 1).reshape(replicas, -1).tolist()
+        self._of_model, _ = dist.new_subgroups_by_enumeration(of_model, timeout=self._timeout)
         return self._whole["shard"] if replicas == 1 else self._whole["replicate", "shard"]
 
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Divide the model in place in every direction, and return it; see `FSDP.prepare`."""
+        prepared = super().prepare(model)
+        for direction in self._directions:
+            direction.finish(prepared)
+        return prepared
+
     def _divide(self, model: nn.Module) -> None:
-        if divided := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
-            raise ValueError(
-                f"{some_of(divided)} are divided already, as by from_pretrained(tp_plan='auto'); give the model whole, "
-                "and tp_size divides it"
-            )
-        styles = plan_of(model, self._plan)
-        check_sizes(model, styles, self._tp)
-        divide(model, styles, self._whole["tp"])
+        for direction in self._directions:
+            direction.divide(model, self._whole)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Undo what the directions changed, and leave the process group if this object joined it."""
+        for direction in self._directions:
+            direction.close()
+        super().close(failed=failed)
 
     def _by_share(
         self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from tr_dist.base import some_of
+from tr_dist.mesh.direction import Direction, sizes_that_divide
 
 
 class OfSplitHeads(ParallelStyle):
@@ -40,6 +41,31 @@ _STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
 _AS_IT_IS = ("replicate", "keep_full_weight")
 _OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+
+
+class Tensor(Direction):
+    """Processes that hold a part of each large matrix.
+
+    Args:
+        size: number of processes.
+        plan: which modules they divide, and how; None takes the plan of a model of transformers.
+    """
+
+    name = "tp"
+
+    def __init__(self, size: int, plan: Mapping[str, str] | None = None) -> None:
+        self.size, self._plan = size, plan
+
+    def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Divide the modules of the plan; see `Direction.divide`."""
+        if divided := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
+            raise ValueError(
+                f"{some_of(divided)} are divided already, as by from_pretrained(tp_plan='auto'); give the model whole, "
+                "and tp_size divides it"
+            )
+        styles = plan_of(model, self._plan)
+        check_sizes(model, styles, self.size)
+        divide(model, styles, mesh["tp"])
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
@@ -83,7 +109,7 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
     config = getattr(model, "config", None)
     for name in _HEADS:
         if isinstance(number := getattr(config, name, None), int) and number % size:
-            raise ValueError(f"tp_size={size} does not divide {name}={number}; {_sizes_of(number)} do")
+            raise ValueError(f"tp_size={size} does not divide {name}={number}; {sizes_that_divide(number)} do")
     for name, module in model.named_modules():
         if name in styles:
             _, classes, divided = _STYLES[styles[name]]
@@ -94,11 +120,8 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
                 )
             number = getattr(module, divided) if divided else size
             if number % size:
-                raise ValueError(f"tp_size={size} does not divide {divided}={number} of {name}; {_sizes_of(number)} do")
-
-
-def _sizes_of(number: int) -> str:
-    return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0) or "no other sizes"
+                others = sizes_that_divide(number)
+                raise ValueError(f"tp_size={size} does not divide {divided}={number} of {name}; {others} do")
 
 
 def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
