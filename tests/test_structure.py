@@ -34,10 +34,11 @@ KNOW_THE_INSIDE = {
     "campaigns/crash/crash_mutations.py": "plants faults in saves",
     "campaigns/fuzz/faults.py": "plants faults in training",
     "test_long_logs.py": "takes a log of a few entries for a long one",
+    "test_plan.py": "compares an estimate with what is held and counted",
     "test_second_device.py": "asks anew whether a device has generators, and moves batches between devices",
     "test_files_visited.py": "counts files from where a save and a resume begin",
 }
-MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 348, 117, 43_986, 6
+MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 351, 117, 44_440, 7
 
 
 def sources(folder: Path) -> list[Path]:

@@ -55,7 +55,8 @@ def test_help_imports_no_torch():
 WITHOUT_TORCH = """
 import contextlib, io, sys
 from tr_all.cli import commands, main
-mistakes = ["nonsense", "launch --bad x", "launch", "ckpt ls --bad", "check --bad", "config --bad", "doctor --bad"]
+mistakes = ["nonsense", "launch --bad x", "launch", "ckpt ls --bad"]
+mistakes += ["check --bad", "config --bad", "doctor --bad", "plan --bad"]
 for line in [*(f"{name} --help" for name in commands()), *mistakes]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
@@ -138,7 +139,7 @@ def test_a_module_without_source_or_docstring_has_an_empty_summary(install):
     assert summary("sys") == ""
 
 
-COMMANDS = ["check", "ckpt", "config", "doctor", "launch", "ls", "report", "tail", "version", "watch"]
+COMMANDS = ["check", "ckpt", "config", "doctor", "launch", "ls", "plan", "report", "tail", "version", "watch"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -41,6 +41,28 @@ def test_doctor_names_too_few_devices(capsys, monkeypatch):
     assert "LOCAL_RANK=0 has no CUDA device" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("sizes", "here", "said"),
+    [
+        ("tp=4,dp_shard=4", 8, "  4 processes in a row compute a sample together: they are on one machine, of 8"),
+        ("tp_size=2,sp=3", 8, "  warning: 6 processes in a row (sp_size x tp_size) exchange in every layer, and a mac"),
+        ("tp=16", 8, "some of them are on two machines, whose network is slower; choose sizes whose product divides 8"),
+    ],
+)
+def test_doctor_warns_where_neighbours_are_on_two_machines(capsys, monkeypatch, sizes, here, said):
+    given = {"RANK": 0, "WORLD_SIZE": 48, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    for name, value in {**given, "LOCAL_WORLD_SIZE": here}.items():
+        monkeypatch.setenv(name, str(value))
+    assert doctor.main(["--parallelism_config", sizes]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_doctor_refuses_sizes_that_are_none(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--parallelism_config", "tp=x"])
+    assert "--parallelism_config 'tp=x' is not understood; give it as in tp=2,dp_shard=4" in capsys.readouterr().err
+
+
 def test_doctor_explains_itself(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--help"])

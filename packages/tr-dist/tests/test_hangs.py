@@ -16,7 +16,7 @@ from meetings import wait_for
 
 from tr_dist import DDP
 from tr_dist.hangs import notes, watch
-from tr_dist.hangs.findings import Limits, Standing, Table, causes, describe, judge, waits_for
+from tr_dist.hangs.findings import Limits, Standing, Table, causes, describe, judge, line, waits_for
 from tr_dist.hangs.notes import Board, Link, Note
 from tr_dist.hangs.places import exchange_counts, machine, own_place, own_stacks, place_of, process_state
 from tr_dist.hangs.watch import HangWatch
@@ -68,6 +68,12 @@ def test_ranks_in_different_exchanges_of_the_same_number_wait_for_each_other():
     assert causes(ranks) == [0, 1]
     finding = judge(ranks, LIMITS)
     assert "rank 0 and 1 are in different exchanges, and each waits for the others" in describe(finding, ranks)
+
+
+def test_the_report_names_the_coordinates_of_a_rank_in_a_mesh():
+    assert line(waiting(5, place="dp_shard 1, tp 1"), []).startswith(
+        "  rank 5 (dp_shard 1, tp 1; process 105 on here):"
+    )
 
 
 def test_the_report_names_the_cause_first_with_step_phase_and_place():

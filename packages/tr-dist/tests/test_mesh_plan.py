@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from tr_dist.mesh.tensor import check_sizes, plan_of
+from tr_dist.fake_ranks import fake_rank
+from tr_dist.fsdp.settings import Sharding
+from tr_dist.mesh import Mesh
+from tr_dist.mesh.tensor import Tensor, check_sizes, plan_of
 
 
 def network(**config):
@@ -64,3 +67,16 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(config, styles,
 
 def test_sizes_that_divide_are_accepted():
     check_sizes(network(num_attention_heads=4), {"layers.0.up": "colwise", "layers.0.down": "rowwise"}, 4)
+
+
+@pytest.mark.parametrize(("tp", "on_machine", "warnings"), [(2, 4, 0), (4, 2, 1)])
+def test_a_process_knows_its_place_and_says_once_where_neighbours_are_apart(caplog, tp, on_machine, warnings):
+    caplog.set_level("WARNING", "tr_dist.mesh.strategy")
+    with fake_rank(13, 16, local_world_size=on_machine):
+        for _ in range(2):
+            mesh = Mesh(Sharding("hybrid_shard", replicas=2), directions=[Tensor(tp)], use_cpu=True)
+            inside = 16 // tp // 2
+            assert mesh.coordinates == {"dp_replicate": 1, "dp_shard": 13 // tp % inside, "tp": 13 % tp}
+            mesh.close()
+    said = [record.getMessage() for record in caplog.records if "exchange in every layer" in record.getMessage()]
+    assert len(said) == warnings

@@ -92,8 +92,20 @@ def _name(args: TrainingArguments) -> str:
         raise ValueError(
             f"parallelism_config spreads the work over {_shown(factors)} processes, and {world_size} were started "
             f"(WORLD_SIZE); start {'a multiple' if is_open else 'as many as their product'}, or leave it out"
+            + _sizes_that_work(factors, world_size, is_open=is_open)
         )
     return name
+
+
+def _sizes_that_work(sizes: Mapping[str, int], world_size: int, *, is_open: bool) -> str:
+    """Return which values of one size, beside the others, fit the number of processes; empty if none of any does."""
+    product, found = math.prod(sizes.values()), []
+    for name, size in sizes.items():
+        left, rest = divmod(world_size * size, product)
+        if not rest:
+            fitting = [n for n in range(2, left + 1) if left % n == 0] if is_open else [left]
+            found += [f"{name} {' or '.join(map(str, fitting))}"] if fitting else []
+    return f"; with {world_size} processes it may be {', or '.join(found)}" if found else ""
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tr_dist.process_group import ProcessGroup
+from tr_dist.mesh.data_ranks import DataRanks
+from tr_dist.process_group import Exchanges, ProcessGroup
 
 _EXCHANGED_ELSEWHERE = ("TR_RENDEZVOUS_FILE", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "CROSS_SIZE", "LOCAL_SIZE")
 
@@ -56,7 +57,9 @@ def fake_rank(rank: int, world_size: int, *, local_world_size: int | None = None
     with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
         for name in _EXCHANGED_ELSEWHERE:
             os.environ.pop(name, None)
-        with mock.patch.multiple(ProcessGroup, **alike):
+        # gloo would wait for the other ranks
+        of_data = mock.patch.multiple(DataRanks, agrees_by="fake", **{k: v for k, v in alike.items() if k[0] != "_"})
+        with mock.patch.multiple(ProcessGroup, **alike), of_data:
             store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
             dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
             try:
@@ -65,13 +68,13 @@ def fake_rank(rank: int, world_size: int, *, local_world_size: int | None = None
                 dist.destroy_process_group()
 
 
-def _sum(group: ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+def _sum(group: Exchanges, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() * group.world_size
 
 
-def _gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
+def _gather_objects(group: Exchanges, value: Any) -> list[Any]:
     return [value] * group.world_size
 
 
-def _agree(group: ProcessGroup, values: Sequence[int]) -> Callable[[], list[int]]:
+def _agree(group: Exchanges, values: Sequence[int]) -> Callable[[], list[int]]:
     return lambda: list(values)

@@ -13,23 +13,25 @@ import torch
 import torch.distributed as dist
 
 from tr_dist.environment import LaunchEnvironment, lone_device, rank_device, read_environment
+from tr_dist.mesh.direction import far_neighbours
 from tr_dist.rendezvous import meeting_place
 
 _GIB = 2**30
 _OPTIONAL = ("accelerate", "deepspeed", "torch_xla", "transformers")
 
 
-def describe(problems: list[str]) -> Iterator[tuple[str, Iterator[str]]]:
+def describe(problems: list[str], near: int = 1) -> Iterator[tuple[str, Iterator[str]]]:
     """Yield the titles of what there is, each with its facts, one a line.
 
     Args:
         problems: a list that problems are appended to which would stop a training run.
+        near: number of processes in a row that are to be on one machine.
     """
     yield "machine", _machine()
     yield "devices", _devices(problems)
     yield "communication", _communication()
     yield "packages", _packages()
-    yield "launch environment", _launch(problems)
+    yield "launch environment", _launch(problems, near)
 
 
 def _machine() -> Iterator[str]:
@@ -97,7 +99,7 @@ def _packages() -> Iterator[str]:
             yield f"{name} not installed"
 
 
-def _launch(problems: list[str]) -> Iterator[str]:
+def _launch(problems: list[str], near: int) -> Iterator[str]:
     try:
         environment = read_environment()
     except ValueError as error:
@@ -105,6 +107,22 @@ def _launch(problems: list[str]) -> Iterator[str]:
         yield "cannot be used: see the problems below"
         return
     yield _who(environment)
+    if near > 1:
+        is_launched = environment.launcher != "none"
+        here = (environment.local_world_size or 0) if is_launched else torch.cuda.device_count()
+        far = far_neighbours(near, here, environment.world_size if is_launched else here + 1)
+        yield (
+            f"warning: {far}"
+            if far
+            else (
+                f"{near} processes in a row compute a sample together: "
+                + (
+                    f"they are on one machine, of {here} processes"
+                    if here
+                    else "how many a machine has is not known here"
+                )
+            )
+        )
     try:
         device = lone_device() if environment.launcher == "none" else rank_device(environment)
         yield f"this process would compute on {device}"

@@ -167,6 +167,11 @@ class ProcessGroup(Exchanges):
         if self._agreeing is not None and hang_timeout_s != 0:
             self._watch_for_hangs(hang_timeout_s, timeout_s)
 
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Return the place of this process in each direction of a mesh, by name, from 0; empty without a mesh."""
+        return {}
+
     def _make(self, environment: LaunchEnvironment, backend: str, timeout_s: float) -> None:
         store = open_store(environment, timeout_s=timeout_s)
         try:
@@ -261,7 +266,10 @@ class ProcessGroup(Exchanges):
                 called from another thread, about once in five seconds.
             folder: for the report of a hang.
         """
-        return nullcontext() if here.watch is None else here.watch[1].following(progress, folder)
+        if here.watch is None:
+            return nullcontext()
+        place = ", ".join(f"{name} {number}" for name, number in self.coordinates.items())
+        return here.watch[1].following(progress, folder, place)
 
     def lost_ranks(self) -> dict[int, str]:
         """Return the ranks of which the watch for hangs has lost sight, and how it knows; empty without one."""

@@ -88,7 +88,7 @@ CODES: dict[str, Code] = {
 _ORDER: tuple[Severity, ...] = ("error", "warning", "info")
 # How figures are shown that are no plain numbers or words.
 _SHOWN: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes"), size),
+    **{f"{part}_bytes{of}": size for part in ("parameter", "gradient", "optimizer") for of in ("", "_of_a_device")},
     **dict.fromkeys(("checkpoint_bytes", "disk_bytes", "disk_free_bytes"), size),
     "loss": "{:.6g}".format,
     "metrics": ", ".join,

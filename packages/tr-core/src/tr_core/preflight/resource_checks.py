@@ -82,13 +82,18 @@ def checkpoints_at_once(subject: CheckContext) -> float:
     return max(most - before, 1) if before else most
 
 
-def tensor_bytes(tree: Any) -> int:
-    """Return the size of all tensors inside mappings, lists and tuples; a repeated tensor counts once."""
+def tensor_bytes(tree: Any, *, here: bool = False) -> int:
+    """Return the size of all tensors inside mappings, lists and tuples; a repeated tensor counts once.
+
+    Of a tensor that is divided over ranks it is the size of the whole, or with `here` that of this rank's share.
+    """
     seen: dict[tuple[Any, ...], int] = {}
 
     def count(tensor: torch.Tensor) -> None:
-        where = id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
-        seen[(tensor.device, where, tensor.shape)] = tensor.nbytes
+        divided: Any = tensor  # one that is divided has no address itself
+        part = divided.to_local() if hasattr(tensor, "to_local") else tensor
+        where = id(tensor) if tensor.device.type == "meta" or not part.numel() else part.data_ptr()
+        seen[(tensor.device, where, tensor.shape)] = (part if here else tensor).nbytes
 
     map_tensors(count, tree)
     return sum(seen.values())
@@ -100,8 +105,8 @@ def check_optimizer(subject: CheckContext) -> None:
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     if not subject.trains or not trainable:
         return
-    figures["parameter_bytes"] = tensor_bytes(list(trainer.model.parameters()))
-    figures["gradient_bytes"] = tensor_bytes(trainable)
+    parameters = list(trainer.model.parameters())
+    figures["parameter_bytes"], figures["gradient_bytes"] = tensor_bytes(parameters), tensor_bytes(trainable)
     with subject.saying("T304", "optim", "lr_scheduler_type", what=f"optim={str(subject.args.optim)!r}: "):
         trainer.renew_optimizer(subject.steps or 1)
     if (optimizer := trainer.optimizer) is None:
@@ -109,6 +114,10 @@ def check_optimizer(subject: CheckContext) -> None:
     estimate: Any = getattr(optimizer, "expected_bytes", None)
     if estimate is None:
         held = state_bytes(optimizer)
+        if figures["parameter_bytes"] > (share := tensor_bytes(parameters, here=True)):
+            figures["parameter_bytes_of_a_device"] = share
+            figures["gradient_bytes_of_a_device"] = tensor_bytes(trainable, here=True)
+            figures["optimizer_bytes_of_a_device"] = state_bytes(optimizer, here=True)
     else:  # an optimizer that frees gradients during the backward pass, or whose step needs one
         figures["gradient_bytes"], held = estimate(micro_batches=subject.args.gradient_accumulation_steps)
     figures["optimizer_is_assumed"] = held is None  # two float32 numbers a trainable parameter
@@ -117,10 +126,13 @@ def check_optimizer(subject: CheckContext) -> None:
 
 
 def check_memory(subject: CheckContext) -> None:
-    """Compare the size of parameters, gradients and optimizer state with an accelerator's memory."""
+    """Compare the size of parameters, gradients and optimizer state, or a device's share, with its memory."""
     figures, device = subject.figures, subject.trainer.strategy.device
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    needed = sum(figures[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer"))
+    needed = sum(
+        figures.get(f"{part}_bytes_of_a_device") or figures[f"{part}_bytes"]
+        for part in ("parameter", "gradient", "optimizer")
+    )
     if hasattr(module, "mem_get_info") and needed > (there := module.mem_get_info(device)[1]):
         subject.say(
             "T306",
@@ -129,8 +141,8 @@ def check_memory(subject: CheckContext) -> None:
         )
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the size of an optimizer's state after its first step; None if unknown.
+def state_bytes(optimizer: torch.optim.Optimizer, *, here: bool = False) -> int | None:
+    """Return the size of an optimizer's state after its first step; None if unknown. `here`: this rank's share.
 
     A copy of it makes a step over each parameter, with a shape but no values. An optimizer that reads values fails in
     that step. It has created its state by then.
@@ -150,5 +162,5 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
             except Exception:  # any error from reading a value, or from other references to its parameters
                 if not state:
                     return None
-            total += tensor_bytes(dict(state))
+            total += tensor_bytes(dict(state), here=here)
     return total

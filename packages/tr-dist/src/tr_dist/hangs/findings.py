@@ -200,7 +200,8 @@ def line(rank: Standing, ranks: Sequence[Standing]) -> str:
     note = rank.note
     step = "" if note.step < 0 else f"step {note.step}, "
     does = f"{step}{note.phase or 'outside of training'}"
-    name = f"  rank {note.rank} (process {note.pid} on {note.machine.partition('/')[0]})"
+    place = f"{note.place}; " if note.place else ""
+    name = f"  rank {note.rank} ({place}process {note.pid} on {note.machine.partition('/')[0]})"
     if note.left:
         return f"{name}: left after {does}: {note.left}"
     if rank.state in GONE:

@@ -33,6 +33,7 @@ class Note:
         rank: its number among all.
         machine: its machine; see `places.machine`.
         pid: number of its process.
+        place: its coordinates in a mesh, such as `dp_shard 1, tp 0`; empty without one.
         born: when its process began, as the system counts.
         beat: counts the notes; it stands still if the process is stopped, or holds Python's lock.
         idle_s: seconds since it last made progress.
@@ -53,6 +54,7 @@ class Note:
     rank: int
     machine: str
     pid: int
+    place: str = ""
     born: str = ""
     beat: int = 0
     idle_s: float = 0.0

@@ -133,8 +133,10 @@ class HangWatch:
         self._table.take([Note(rank, ELSEWHERE, 0, beat=-1) for rank in elsewhere], time.monotonic())
 
     @contextmanager
-    def following(self, progress: Progress, folder: str) -> Iterator[None]:
-        """Take steps and phases from a training loop in a block; reports are written to `folder`."""
+    def following(self, progress: Progress, folder: str, place: str = "") -> Iterator[None]:
+        """Take steps and phases from a training loop in a block; reports are written to `folder`, and name `place`."""
+        with self._lock:
+            self._note = replace(self._note, place=place)
         outer = self._progress, self._folder
         self._progress, self._folder = progress, os.path.abspath(folder)
         try:

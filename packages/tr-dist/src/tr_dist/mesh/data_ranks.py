@@ -26,6 +26,8 @@ class DataRanks(Exchanges):
         timeout: how long an exchange waits for other processes.
     """
 
+    agrees_by = "gloo"  # the backend of what is agreed on the host
+
     def __init__(
         self,
         ranks: list[list[int]],
@@ -40,7 +42,7 @@ class DataRanks(Exchanges):
         self.rank, self.world_size = own.index(rank), len(own)
         self._group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
         # A group of its own: these exchanges wait for no others, and none waits for them.
-        self._agreeing, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend="gloo")
+        self._agreeing, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=self.agrees_by)
 
     @property
     def data(self) -> DataRanks:

@@ -18,13 +18,16 @@ from tr_dist.environment import LaunchEnvironment
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.strategy import FSDP
 from tr_dist.mesh.data_ranks import DataRanks
-from tr_dist.mesh.direction import Direction, sizes_of
+from tr_dist.mesh.direction import Direction, far_neighbours, sizes_of
 from tr_dist.mesh.tensor import Tensor
+from tr_log import get_logger, warning_once
 
 # From the outermost: each makes its direction from the arguments.
 _DIRECTIONS: tuple[Callable[[Any], Direction], ...] = (
     lambda args: Tensor(sizes_of(args).get("tp_size", 1), args.tp_plan),
 )
+_NAMES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the outermost
+_logger = get_logger(__name__)
 
 
 class Mesh(FSDP):
@@ -78,6 +81,11 @@ class Mesh(FSDP):
         """Return this process among those that compute other samples."""
         return self._data
 
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Return the place of this process in each direction above size 1, by name, from 0."""
+        return self._coordinates
+
     @contextmanager
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:
         """Refuse: an optimizer that works in the backward pass knows nothing of divided matrices.
@@ -104,6 +112,10 @@ class Mesh(FSDP):
         shape = (stages, replicas, shards * pieces, parts)
         self._whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
         ranks = self._whole.mesh.view(stages, replicas, shards, pieces, parts)
+        places = zip(_NAMES, ranks.shape, (ranks == self.rank).nonzero()[0].tolist(), strict=True)
+        self._coordinates = {name: place for name, size, place in places if size > 1}
+        if far := far_neighbours(near, environment.local_world_size, self.world_size):
+            warning_once(_logger, "%s", far)
         self._data = DataRanks(
             ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist(),
             *(self.rank, self.local_rank, self.device, self._host, self._timeout),

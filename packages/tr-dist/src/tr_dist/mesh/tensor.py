@@ -64,7 +64,7 @@ class Tensor(Direction):
                 "and tp_size divides it"
             )
         styles = plan_of(model, self._plan)
-        check_sizes(model, styles, self.size)
+        check_sizes(model, styles, self.size, mesh.size())
         divide(model, styles, mesh["tp"])
 
 
@@ -100,8 +100,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
     return styles
 
 
-def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
-    """Check that `size` processes can divide what the plan divides.
+def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int, started: int = 0) -> None:
+    """Check that `size` of the processes `started` (0: unknown) can divide what the plan divides.
 
     Raises:
         ValueError: a module is of another class, or a number of heads or features is not a multiple.
@@ -109,7 +109,7 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
     config = getattr(model, "config", None)
     for name in _HEADS:
         if isinstance(number := getattr(config, name, None), int) and number % size:
-            raise ValueError(f"tp_size={size} does not divide {name}={number}; {sizes_that_divide(number)} do")
+            raise ValueError(f"tp_size={size} does not divide {name}={number}; {sizes_that_divide(number, started)} do")
     for name, module in model.named_modules():
         if name in styles:
             _, classes, divided = _STYLES[styles[name]]
@@ -120,7 +120,7 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int) -> None:
                 )
             number = getattr(module, divided) if divided else size
             if number % size:
-                others = sizes_that_divide(number)
+                others = sizes_that_divide(number, started)
                 raise ValueError(f"tp_size={size} does not divide {divided}={number} of {name}; {others} do")
 
 

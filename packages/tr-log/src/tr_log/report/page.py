@@ -164,7 +164,7 @@ def _circumstances(session: Session) -> list[list[str]]:
         "samples": ", ".join(f"{n:,} {use}" for n, use in samples if isinstance(n, int)),
         "GPU": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
         "processor": ", ".join(text for text in (str(hardware.get("cpu") or ""), cores) if text),
-        "processes": str(info["world_size"]) if info.get("world_size", 1) != 1 else "",
+        "processes": _processes(info) if info.get("world_size", 1) != 1 else "",
         "commit": _commit(info),
         "weights from": str(model.get("source") or ""),
         "command": str(info.get("command") or ""),
@@ -283,9 +283,16 @@ def _warnings(run: RunFolder, start_s: float) -> list[list[Any]]:
     return list(rows.values())[:MOST_WARNINGS]
 
 
+def _processes(info: Mapping[str, Any]) -> str:
+    """Return the number of processes, and the sizes that they were spread by."""
+    sizes = info.get("arguments", {}).get("parallelism_config") or {}
+    spread = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in sizes.items() if size != 1)
+    return str(info.get("world_size", 1)) + (f" ({spread})" if spread else "")
+
+
 def _machine(session: Session) -> list[list[str]]:
     hardware, versions = session.info.get("hardware") or {}, session.info.get("versions") or {}
-    rows = [["host", str(session.info.get("host", ""))], ["processes", str(session.info.get("world_size", 1))]]
+    rows = [["host", str(session.info.get("host", ""))], ["processes", _processes(session.info)]]
     rows += [[str(key), ", ".join(map(str, v)) if isinstance(v, list) else str(v)] for key, v in hardware.items()]
     rows += [[str(key), str(value)] for key, value in versions.items()]
     return [*rows, ["script", str(session.info.get("script", ""))]]
