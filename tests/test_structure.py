@@ -34,6 +34,7 @@ KNOW_THE_INSIDE = {
     "campaigns/crash/crash_mutations.py": "plants faults in saves",
     "campaigns/fuzz/faults.py": "plants faults in training",
     "test_long_logs.py": "takes a log of a few entries for a long one",
+    "backends/test_wrong_plans.py": "builds what is refused as one of many processes",
     "test_plan.py": "compares an estimate with what is held and counted",
     "test_second_device.py": "asks anew whether a device has generators, and moves batches between devices",
     "test_files_visited.py": "counts files from where a save and a resume begin",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # A block that is a file says so in the line before it: `train.py`:
-FILE = re.compile(r"`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"`([\w.]+)`:\n\n```(?:python|yaml|json)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

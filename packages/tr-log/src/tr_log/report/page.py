@@ -284,10 +284,9 @@ def _warnings(run: RunFolder, start_s: float) -> list[list[Any]]:
 
 
 def _processes(info: Mapping[str, Any]) -> str:
-    """Return the number of processes, and the sizes that they were spread by."""
-    sizes = info.get("arguments", {}).get("parallelism_config") or {}
-    spread = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in sizes.items() if size != 1)
-    return str(info.get("world_size", 1)) + (f" ({spread})" if spread else "")
+    """Return the number of processes, and the sizes that they were spread by, as they were given."""
+    sizes = info.get("arguments", {}).get("parallelism_config")
+    return str(info.get("world_size", 1)) + (f" ({sizes})" if sizes else "")
 
 
 def _machine(session: Session) -> list[list[str]]:
