@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stop_at import StopAt
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -106,14 +107,6 @@ def train(folder, name, options, steps=4, resume=None):
     trainer.save_model(f"{folder}/model")
     trainer.strategy.close()
     return [entry for entry in history if entry], weights
-
-
-class StopAt:
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == self.step
 
 
 def mesh(world, sizes, **options):

@@ -134,6 +134,7 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
             "has no batches to split with tp_size",
         ),
         ({"tp_plan": {"up": "colwise"}}, "says what tp_size divides; set tp_size too"),
+        ({"ep_plan": {"experts": "experts"}}, "says what ep_size shares out; set ep_size too"),
         ({"parallelism_config": "tp=2,dp=2"}, "has the unknown key dp_size; did you mean"),
         ({"parallelism_config": "tp=two"}, "at tp_size='two': needs a number of processes, from 1"),
         ({"parallelism_config": {"cp_size": 4}}, "at cp_size=4: is not done here; sequences are divided by sp_size"),

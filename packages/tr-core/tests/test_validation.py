@@ -192,7 +192,7 @@ READ_ELSEWHERE = {
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
     "ddp_static_graph", "hang_timeout",  # tr-dist
-    "fsdp_config", "tp_plan",  # tr-dist
+    "fsdp_config", "tp_plan", "ep_plan",  # tr-dist
     "neftune_length",  # tr-optim
 }  # fmt: skip
 

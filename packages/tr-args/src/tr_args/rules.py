@@ -142,10 +142,16 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
         yield ("parallelism_config", "strategy"), f"divides a model by {together} with strategy='mesh' or 'auto'"
     if together and args.accelerator_config.split_batches:
         yield ("parallelism_config", "accelerator_config"), f"has no batches to split with {together}; give a replica's"
-    if args.tp_plan and sizes.get("tp_size", 1) == 1:
-        yield ("tp_plan", "parallelism_config"), "says what tp_size divides; set tp_size too"
     if sizes.get("dp_shard_size", 1) > 1 and not args.fsdp and args.strategy in ("auto", "single", "ddp"):
         yield ("parallelism_config", "fsdp"), "divides a model by dp_shard_size; set fsdp='full_shard auto_wrap' too"
+
+
+def _plans(args: AllFields) -> Iterator[Rule]:
+    sizes = args.parallelism_config or {}
+    if args.tp_plan and sizes.get("tp_size", 1) == 1:
+        yield ("tp_plan", "parallelism_config"), "says what tp_size divides; set tp_size too"
+    if args.ep_plan and sizes.get("ep_size", 1) == 1:
+        yield ("ep_plan", "parallelism_config"), "says what ep_size shares out; set ep_size too"
 
 
 def _sharding_options(args: AllFields) -> Iterator[Rule]:
@@ -160,5 +166,6 @@ _RULES: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (
     _perplexity,
     _best_model,
     _sharding,
+    _plans,
 )
 _RULES_OF_EFFECT: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (_loading, _average, _noise, _sharding_options)

@@ -67,6 +67,7 @@ class LogWindow:
 
     Attributes:
         counters: called with every micro-batch; they count tokens and floating-point operations.
+        of_strategy: returns what the strategy measured since its last call.
         filters_nonfinite: whether the log omits losses that are not finite.
         step: completed steps of the run when the current step began.
         num_nonfinite: steps whose loss or norm was not finite, a scalar tensor.
@@ -84,6 +85,7 @@ class LogWindow:
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
         self.tokens, self.means = tokens, MetricWindow(strategy)
         self.counters: list[Callable[[MicroBatch], None]] = []
+        self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] = dict
         self.filters_nonfinite = False
         self._zero = torch.zeros((), device=strategy.device)
         self.step_loss = self.loss_sum = self._loss_before_step = self._zero
@@ -159,6 +161,8 @@ class LogWindow:
     def read(self) -> RankWindow:
         """Read this rank's window; reset the counts of operations and tokens, and keep the rest. Sync."""
         self.count_nonfinite()
+        for name, value in self.of_strategy().items():
+            self.means.add(name, value)
         norm = [] if self.grad_norm is None else [self.grad_norm]
         loss, nonfinite, skipped, *norms = read_scalars([self.loss_sum, self.num_nonfinite, self.num_skipped, *norm])
         flops, self.flops = self.flops, 0.0

@@ -140,6 +140,10 @@ class Strategy(Collectives, Protocol):
         """Return the seconds since the last call that steps waited for an exchange of gradients; None if unknown."""
         ...
 
+    def window_metrics(self) -> Mapping[str, torch.Tensor]:
+        """Return what it measured since the last call, by name, for the log; scalars on the device. Collective."""
+        ...
+
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Return a block in which every rank can read one full parameter. Collective if it is sharded."""
         ...

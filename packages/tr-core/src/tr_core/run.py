@@ -103,7 +103,7 @@ class Run:
             run.capture_steps()
         run.take_settings()
         run.settings = Settings(run)
-        window.clock.exchanged_s = run.exchange_s
+        window.clock.exchanged_s, window.of_strategy = run.exchange_s, strategy.window_metrics
         return run
 
     def take_settings(self) -> None:

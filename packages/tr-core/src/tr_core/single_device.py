@@ -71,6 +71,10 @@ class StrategyDefaults:
         """Return None: where gradients are exchanged, the time that it takes is not known."""
         return None
 
+    def window_metrics(self) -> dict[str, torch.Tensor]:
+        """Return nothing: it measures nothing for the log."""
+        return {}
+
     def gathered(self, parameter: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Return the parameter unchanged: every rank has the full one."""
         return nullcontext(parameter)
@@ -86,7 +90,7 @@ def complete_strategy(strategy: Any) -> Strategy:
     Raises:
         TypeError: attributes cannot be added to the object.
     """
-    optional = ("bind_optimizer", "accumulate_fused", "exchange_s", "gathered", "watching")
+    optional = ("bind_optimizer", "accumulate_fused", "exchange_s", "window_metrics", "gathered", "watching")
     methods = [name for name in optional if not hasattr(strategy, name)]
     try:
         for name in ("acts_on", "accelerator"):

@@ -53,6 +53,9 @@ class HardwareFields:
     tp_plan: Annotated[Options, Numbers.OTHER, Later.NEW_TRAINER] = None
     """What tp_size divides, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; unset: the model's plan."""
 
+    ep_plan: Annotated[Options, Numbers.OTHER, Later.NEW_TRAINER] = None
+    """Which modules ep_size shares out, such as {"layers.*.experts": "experts"}; unset: the model's plan."""
+
     skip_memory_metrics: Annotated[bool, Numbers.UNCHANGED, Later.NEW_TRAINER] = True
     """Do not add memory use to the metrics."""
 

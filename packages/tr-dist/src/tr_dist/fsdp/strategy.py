@@ -144,13 +144,15 @@ class FSDP(OnRanks):
             broadcast_values(model, self.device)
         self._divide(model)
         options: dict[str, Any] = {
-            "mesh": self.mesh,
             "reshard_after_forward": sharding.reshards_after_forward,
             "mp_policy": self._policy(),
             "offload_policy": self._offload(),
         }
-        for module in (*units, model):
-            fully_shard(module, **options)
+        apart = self._apart()
+        within = {id(module) for outer, _ in apart for module in outer.modules()}
+        units = [unit for unit in units if id(unit) not in within]
+        for module, mesh in (*apart, *((module, self.mesh) for module in (*units, model))):
+            fully_shard(module, mesh=mesh, **options)
             if not sharding.reshards_after_forward:
                 module.register_forward_hook(free_gathered)
         if sharding.rank0_loads:
@@ -248,6 +250,10 @@ class FSDP(OnRanks):
 
     def _divide(self, model: nn.Module) -> None:
         """Divide what computes one sample over several processes: here each has samples of its own."""
+
+    def _apart(self) -> list[tuple[nn.Module, DeviceMesh]]:
+        """Return the modules that become units over other processes than the rest, and over which: none."""
+        return []
 
     def _shards(self) -> dist.ProcessGroup:
         """Return the processes that hold the model once, together."""

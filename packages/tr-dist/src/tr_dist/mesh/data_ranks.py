@@ -45,6 +45,11 @@ class DataRanks(Exchanges):
         self._agreeing, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=self.agrees_by)
 
     @property
+    def group(self) -> Any:
+        """Return torch's group of these ranks."""
+        return self._group
+
+    @property
     def data(self) -> DataRanks:
         """Return itself: each of these computes samples of its own."""
         return self

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from tr_dist.mesh.data_ranks import DataRanks
 
 
 class Direction:
@@ -17,10 +22,24 @@ class Direction:
     Attributes:
         name: of the direction, as in `parallelism_config`: `tp` for `tp_size`.
         size: number of processes.
+        replicas_a_copy: number of replicas that hold the model once, together.
     """
 
     name: str
     size: int
+    replicas_a_copy = 1
+
+    def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
+        """Make the groups of processes that the direction needs beside those of the mesh. Collective over the job.
+
+        Args:
+            ranks: of the job, by stage, replica, shard, piece of a sequence, and part of matrices.
+            device: of this process.
+            among: makes this process's place among the ranks of its group, from the groups of all.
+
+        Raises:
+            ValueError: the size does not fit the others.
+        """
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the model in place, before it is divided over those that compute other samples.
@@ -33,8 +52,20 @@ class Direction:
             ValueError: it cannot be divided so; the message says what can be done.
         """
 
+    def apart(self) -> list[tuple[nn.Module, DeviceMesh]]:
+        """Return the modules that are divided over other processes than the rest of the model, and over which."""
+        return []
+
     def finish(self, model: nn.Module) -> None:
         """Do what is left to do once the model is divided over those that compute other samples."""
+
+    def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what it measured since the last call, scalars on the device; see `Mesh.window_metrics`.
+
+        Args:
+            total: sums a tensor over those that compute other samples.
+        """
+        return {}
 
     def close(self) -> None:
         """Undo what outlives the model."""
@@ -44,6 +75,12 @@ def sizes_that_divide(*numbers: int) -> str:
     """Return the sizes above 1 that divide each of some numbers, as text."""
     common = math.gcd(*numbers)
     return ", ".join(str(size) for size in range(2, common + 1) if common % size == 0) or "no other sizes"
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a pattern fits, in which `*` stands for one word of a name."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return [name for name in names if expression.fullmatch(name)]
 
 
 def sizes_of(args: Any) -> dict[str, int]:

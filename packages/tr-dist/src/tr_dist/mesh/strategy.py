@@ -19,12 +19,16 @@ from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.strategy import FSDP
 from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, far_neighbours, sizes_of
+from tr_dist.mesh.experts import Experts
 from tr_dist.mesh.tensor import Tensor
 from tr_log import get_logger, warning_once
 
 # From the outermost: each makes its direction from the arguments.
 _DIRECTIONS: tuple[Callable[[Any], Direction], ...] = (
-    lambda args: Tensor(sizes_of(args).get("tp_size", 1), args.tp_plan),
+    lambda args: Tensor(
+        sizes_of(args).get("tp_size", 1), args.tp_plan, shares_experts=sizes_of(args).get("ep_size", 1) > 1
+    ),
+    lambda args: Experts(sizes_of(args).get("ep_size", 1), args.ep_plan),
 )
 _NAMES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the outermost
 _logger = get_logger(__name__)
@@ -104,7 +108,7 @@ class Mesh(FSDP):
         stages, pieces, parts = (sizes.get(name, 1) for name in ("pp", "sp", "tp"))
         together = stages * pieces * parts
         if self.world_size % together:
-            product = " x ".join(f"{name}_size={size}" for name, size in sizes.items())
+            product = " x ".join(f"{name}_size={size}" for name, size in sizes.items() if name != "ep")
             raise ValueError(f"{product} does not divide the {self.world_size} processes that were started")
         local, near = environment.local_world_size, pieces * parts
         within = local // near if local and local % near == 0 else None
@@ -116,13 +120,16 @@ class Mesh(FSDP):
         self._coordinates = {name: place for name, size, place in places if size > 1}
         if far := far_neighbours(near, environment.local_world_size, self.world_size):
             warning_once(_logger, "%s", far)
-        self._data = DataRanks(
-            ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist(),
-            *(self.rank, self.local_rank, self.device, self._host, self._timeout),
-        )
-        of_model = ranks.transpose(0, 1).reshape(replicas, -1).tolist()
+        self._data = self._among(ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist())
+        for direction in self._directions:
+            direction.join(ranks, self.device, self._among)
+        copies = replicas // max(direction.replicas_a_copy for direction in self._directions)
+        of_model = ranks.transpose(0, 1).reshape(copies, -1).tolist()
         self._of_model, _ = dist.new_subgroups_by_enumeration(of_model, timeout=self._timeout)
         return self._whole["shard"] if replicas == 1 else self._whole["replicate", "shard"]
+
+    def _among(self, ranks: list[list[int]]) -> DataRanks:
+        return DataRanks(ranks, self.rank, self.local_rank, self.device, self._host, self._timeout)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Divide the model in place in every direction, and return it; see `FSDP.prepare`."""
@@ -131,9 +138,18 @@ class Mesh(FSDP):
             direction.finish(prepared)
         return prepared
 
+    def window_metrics(self) -> dict[str, torch.Tensor]:
+        """Return what the directions measured since the last call, the same on every rank. Collective; no sync."""
+        return {
+            name: value for direction in self._directions for name, value in direction.metrics(self._data.sum).items()
+        }
+
     def _divide(self, model: nn.Module) -> None:
         for direction in self._directions:
             direction.divide(model, self._whole)
+
+    def _apart(self) -> list[tuple[nn.Module, DeviceMesh]]:
+        return [pair for direction in self._directions for pair in direction.apart()]
 
     def close(self, *, failed: bool = False) -> None:
         """Undo what the directions changed, and leave the process group if this object joined it."""

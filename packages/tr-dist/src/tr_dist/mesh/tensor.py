@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from tr_dist.base import some_of
-from tr_dist.mesh.direction import Direction, sizes_that_divide
+from tr_dist.mesh.direction import Direction, matching, sizes_that_divide
+from tr_dist.mesh.experts import share_out
 
 
 class OfSplitHeads(ParallelStyle):
@@ -28,6 +28,14 @@ class OfSplitHeads(ParallelStyle):
         return distribute_module(module, device_mesh, None, on_all_heads, own_heads)  # type: ignore[arg-type]
 
 
+class WithOwnExperts(ParallelStyle):
+    """A module of stacked experts, of which each process computes its own on the tokens that all hold."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        share_out(type(module).__name__, module, device_mesh, None, device_mesh.get_group())
+        return module
+
+
 # style -> how torch does it, the classes of module, and the sizes of the weight that are divided
 _STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
     "colwise": (ColwiseParallel(), (nn.Linear,), "out_features"),
@@ -36,6 +44,7 @@ _STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
     "colwise_gather_output": (ColwiseParallel(output_layouts=Replicate()), (nn.Linear,), "out_features"),
     "embedding_rowwise": (RowwiseParallel(input_layouts=Replicate()), (nn.Embedding,), "num_embeddings"),
     "embedding_colwise": (ColwiseParallel(output_layouts=Replicate()), (nn.Embedding,), "embedding_dim"),
+    "moe_tp_experts": (WithOwnExperts(), (nn.Module,), ""),
     "replicated_with_grad_allreduce": (OfSplitHeads(), (nn.Module,), ""),
 }
 _AS_IT_IS = ("replicate", "keep_full_weight")
@@ -49,12 +58,13 @@ class Tensor(Direction):
     Args:
         size: number of processes.
         plan: which modules they divide, and how; None takes the plan of a model of transformers.
+        shares_experts: whether experts are left to another direction, which shares them out over these processes too.
     """
 
     name = "tp"
 
-    def __init__(self, size: int, plan: Mapping[str, str] | None = None) -> None:
-        self.size, self._plan = size, plan
+    def __init__(self, size: int, plan: Mapping[str, str] | None = None, *, shares_experts: bool = False) -> None:
+        self.size, self._plan, self._shares_experts = size, plan, shares_experts
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the modules of the plan; see `Direction.divide`."""
@@ -64,6 +74,8 @@ class Tensor(Direction):
                 "and tp_size divides it"
             )
         styles = plan_of(model, self._plan)
+        if self._shares_experts:
+            styles = {name: style for name, style in styles.items() if style != "moe_tp_experts"}
         check_sizes(model, styles, self.size, mesh.size())
         divide(model, styles, mesh["tp"])
 
@@ -87,8 +99,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
     modules, styles = dict(model.named_modules()), dict[str, str]()
     for pattern, style in plan.items():
         style = _OTHER_NAMES.get(style, style)
-        expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        found = [name for name in modules if expression.fullmatch(name)]
+        found = matching(pattern, modules)
         if not found and given is not None:
             raise ValueError(f"tp_plan: no module is called {pattern!r}; there are {some_of(sorted(modules)[1:])}")
         if found and style not in (*_STYLES, *_AS_IT_IS):

@@ -1,0 +1,316 @@
+"""Share out experts over processes: each holds some of them, and tokens go to the processes of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tr_dist.base import some_of
+from tr_dist.mesh.data_ranks import DataRanks
+from tr_dist.mesh.direction import Direction, matching, sizes_that_divide
+
+_OF_MODULES = ("experts", "ep_dispatch_experts")
+# torch has renamed them, and warns about the former names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OF_WEIGHTS = "grouped_gemm"  # in plans of transformers: the weights of such a module, which are found without
+
+
+class Experts(Direction):
+    """Processes with other samples, or other pieces of them, that share out the experts of each layer.
+
+    Experts are divided over `ep` first, and what then repeats is divided as shards are. Those of `tp` share them out
+    too: they hold the same tokens, and each computes its own experts on them.
+
+    Args:
+        size: number of processes whose tokens are brought together.
+        plan: pattern of names -> `experts`; None takes the plan of a model of transformers.
+    """
+
+    name = "ep"
+
+    def __init__(self, size: int, plan: Mapping[str, str] | None = None) -> None:
+        self.size, self._plan = size, plan
+
+    def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
+        """Make the groups that share experts; see `Direction.join`."""
+        stages, replicas, shards, pieces, parts = ranks.shape
+        holders = shards * pieces
+        number = replicas * holders
+        if (holders % self.size and self.size % holders) or number % self.size:
+            good = [n for n in range(2, number + 1) if not (number % n or (holders % n and n % holders))]
+            raise ValueError(
+                f"ep_size={self.size} does not divide the {number} processes that hold other tokens ({replicas} "
+                f"replicas x {holders} shards); {', '.join(map(str, good)) or 'no size above 1'} would: start others, "
+                "or change ep_size"
+            )
+        self.replicas_a_copy = max(1, self.size // holders)
+        copies = replicas // self.replicas_a_copy
+        shape = (stages, copies, number // copies // self.size, self.size * parts)
+        names = ("pp", "expert_replicate", "expert_shard", "expert")
+        self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        together = ranks.view(stages, number // self.size, self.size, parts).transpose(2, 3)
+        self._ep = among(together.reshape(-1, self.size).tolist())
+        self._sharding = self._mesh["expert_shard"] if copies == 1 else self._mesh["expert_replicate", "expert_shard"]
+
+    def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Share out the experts of the plan; see `Direction.divide`."""
+        modules = experts_of(model, self._plan)
+        self._tokens = tokens = _Tokens(self._ep)
+        peers = mesh["tp"]
+        for name, module in modules.items():
+            share_out(name, module, self._mesh["expert"], tokens, peers.get_group() if peers.size() > 1 else None)
+        model.register_forward_pre_hook(tokens.begin)
+        model.register_forward_hook(tokens.end, always_call=True)
+        self._modules = list(modules.values())
+
+    def apart(self) -> list[tuple[nn.Module, DeviceMesh]]:
+        """Return the experts, which have shards of their own; see `Direction.apart`."""
+        return [(module, self._sharding) for module in self._modules]
+
+    def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return `expert_load_max`: the part of a layer's routes that its most loaded expert has, times its experts."""
+        counted = [*self._tokens.loads.values()]
+        if not counted:
+            return {}
+        self._tokens.loads = {}
+        parts = total(torch.cat(counted)).split([len(counts) for counts in counted])
+        return {"expert_load_max": torch.stack([part.max() / part.mean().clamp(min=1e-9) for part in parts]).max()}
+
+
+def experts_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, nn.Module]:
+    """Return the modules of stacked experts, by name.
+
+    Raises:
+        ValueError: there is no plan, a pattern fits no module, or a style is not known.
+    """
+    plan = getattr(model, "_ep_plan", None) if given is None else given
+    modules, found = dict(model.named_modules()), dict[str, nn.Module]()
+    for pattern, style in (plan or {}).items():
+        names = matching(pattern, modules)
+        if given is not None and not names:
+            raise ValueError(f"ep_plan: no module is called {pattern!r}; there are {some_of(sorted(modules)[1:])}")
+        if style not in (*_OF_MODULES, _OF_WEIGHTS):
+            raise ValueError(f"ep_plan: {pattern!r} has {style!r}, which is not done here; the style is 'experts'")
+        found |= {name: modules[name] for name in names if style in _OF_MODULES}
+    if not found:
+        raise ValueError(
+            f"ep_size shares out experts by a plan, and {type(model).__name__} has no experts that one names; leave "
+            "ep_size out, or name the modules as ep_plan, such as {'layers.*.experts': 'experts'}"
+        )
+    return found
+
+
+def share_out(
+    name: str, module: nn.Module, mesh: DeviceMesh, tokens: _Tokens | None, peers: dist.ProcessGroup | None
+) -> None:
+    """Keep this process's experts of a module, and have its forward compute with those of all; in place.
+
+    Args:
+        name: of the module.
+        module: its parameters have the experts in dimension 0. Its forward takes hidden `(tokens, size)`, the numbers
+            of experts `(tokens, k)`, and their weights `(tokens, k)`, and returns `(tokens, size)`. It gets numbers
+            of the experts that are here; what is elsewhere has the number of experts here, which it must skip, and
+            weight 0. Its attribute `num_experts`, if it has one, becomes the number of experts here.
+        mesh: the processes that share them, with one dimension.
+        tokens: those of them that hold other tokens; None if all hold the same.
+        peers: those of them that hold the same tokens; None if there are none.
+
+    Raises:
+        ValueError: the parameters are not stacked experts, or their number is not a multiple.
+    """
+    parameters, size = dict(module.named_parameters()), mesh.size()
+    numbers = {parameter.shape[0] if parameter.dim() else 0 for parameter in parameters.values()}
+    if len(numbers) != 1 or parameters.keys() != module._parameters.keys():
+        shapes = ", ".join(f"{key} {tuple(parameter.shape)}" for key, parameter in parameters.items())
+        raise ValueError(
+            f"{name} is to be shared out by experts, and its parameters are not all stacked by them in dimension 0: "
+            f"{shapes or 'it has none'}; leave it out of the plan, or stack its weights as (experts, ...)"
+        )
+    number = numbers.pop()
+    if number % size:
+        of = f"ep_size={tokens.ranks.world_size}" if tokens else f"tp_size={size}"
+        of += f" x tp_size={size // tokens.ranks.world_size}" if tokens and peers else ""
+        raise ValueError(f"{of} does not divide the {number} experts of {name}; {sizes_that_divide(number)} do")
+    here, first = number // size, mesh.get_local_rank() * (number // size)
+    for key, parameter in parameters.items():
+        local = parameter.detach()[first : first + here].clone().to(mesh.device_type)
+        divided = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        module._parameters[key] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+    if getattr(module, "num_experts", number) == number:
+        vars(module)["num_experts"] = here
+    if hasattr(module, "_is_expert_parallel"):  # those of transformers skip what is elsewhere only then
+        vars(module)["_is_expert_parallel"] = True
+    vars(module)["forward"] = partial(
+        _on_all_tokens, name, module, module.forward, (first, here, number), tokens, peers
+    )
+
+
+def _on_all_tokens(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., torch.Tensor],
+    experts: tuple[int, int, int],
+    tokens: _Tokens | None,
+    peers: dist.ProcessGroup | None,
+    *arguments: torch.Tensor,
+    **named: torch.Tensor,
+) -> torch.Tensor:
+    """Compute this process's experts on the tokens of all processes that share them, and bring the sums back."""
+    given, (first, here, number) = (*arguments, *named.values()), experts
+    if len(given) != 3 or given[0].dim() != 2 or given[1].shape != given[2].shape or given[1].dim() != 2:
+        shapes = ", ".join(str(tuple(getattr(value, "shape", ()))) for value in given)
+        raise ValueError(
+            f"{name} was called with the shapes {shapes}; shared out by experts its forward takes hidden (tokens, "
+            "size), numbers of experts (tokens, k) and their weights (tokens, k)"
+        )
+    hidden, numbers, weights = given
+    own = hidden.shape[0]
+    ranks = None
+    if tokens is not None:
+        ranks, most = tokens.ranks, tokens.most(name, own)
+        if module.training:
+            tokens.count(name, numbers, number)
+        hidden, weights = (_Gathered.apply(_padded(value, most), ranks) for value in (hidden, weights))
+        numbers = _gather(_padded(numbers, most, -1), ranks)
+    is_elsewhere = (numbers < first) | (numbers >= first + here)
+    numbers = torch.where(is_elsewhere, here, numbers - first)
+    parameters = {key: parameter.to_local() for key, parameter in module._parameters.items()}  # type: ignore[union-attr]
+    tie, hidden, weights, *local = _Tied.apply(peers, hidden, weights, *parameters.values())
+    divided = dict(module._parameters)
+    module._parameters.update(zip(divided, local, strict=True))
+    try:
+        output = forward(hidden, numbers, weights.masked_fill(is_elsewhere, 0.0))
+    finally:
+        module._parameters.update(divided)
+    summed = _Summed.apply(output, tie, ranks, peers)
+    return summed if summed.shape[0] == own else summed[:own].clone()  # fully_shard wants no views
+
+
+class _Tokens:
+    """How many tokens each process brings at most, agreed on the host once a forward of the model.
+
+    Attributes:
+        ranks: the processes whose tokens are brought together.
+        loads: routes of this process's tokens to each expert since the loads were last taken, by module.
+    """
+
+    def __init__(self, ranks: DataRanks) -> None:
+        self.ranks = ranks
+        self.loads: dict[str, torch.Tensor] = {}
+        self._is_within, self._agreed = False, (0, 0)
+
+    def begin(self, model: nn.Module, inputs: Any) -> None:
+        """Begin a forward of the model."""
+        self._is_within, self._agreed = True, (0, 0)
+
+    def end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """End it. What computes experts after that, such as a backward that repeats a layer, agrees each time."""
+        self._is_within = False
+
+    def most(self, name: str, own: int) -> int:
+        """Return the largest number of tokens over the processes, each of which gives its own.
+
+        Raises:
+            ValueError: it is not that of the layers before, so that the processes would have to agree again.
+        """
+        if self._is_within and self._agreed[1]:
+            if own != self._agreed[0]:
+                raise ValueError(
+                    f"{name} got {own} tokens, and the experts before it got {self._agreed[0]}; under ep_size all "
+                    "experts of a forward get the same number of tokens: leave those with others out of ep_plan"
+                )
+            return self._agreed[1]
+        self._agreed = own, self.ranks.all_reduce_max([own])()[0]
+        return self._agreed[1]
+
+    def count(self, name: str, numbers: torch.Tensor, experts: int) -> None:
+        """Count the routes of this process's tokens; they stay on the device."""
+        if name not in self.loads:
+            self.loads[name] = torch.zeros(experts, device=numbers.device)
+        routes = numbers.flatten().to(torch.int64)
+        self.loads[name].scatter_add_(0, routes, torch.ones_like(routes, dtype=torch.float32))
+
+
+def _padded(values: torch.Tensor, number: int, value: float = 0.0) -> torch.Tensor:
+    missing = number - values.shape[0]
+    return nn.functional.pad(values, (0, 0, 0, missing), value=value) if missing else values
+
+
+def _gather(values: torch.Tensor, ranks: DataRanks) -> torch.Tensor:
+    gathered = values.new_empty((ranks.world_size * values.shape[0], *values.shape[1:]))
+    _all_gather(gathered, values.contiguous(), group=ranks.group)
+    return gathered
+
+
+def _sum_of_own(values: torch.Tensor, ranks: DataRanks) -> torch.Tensor:
+    own = values.new_empty((values.shape[0] // ranks.world_size, *values.shape[1:]))
+    _reduce_scatter(own, values.contiguous(), group=ranks.group)
+    return own
+
+
+# The weights' gradients are those of the tokens of `ep` processes together, and are averaged over the others alone. So
+# between the two functions gradients are divided by their number: the mean is that over all.
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all processes; its backward sums the gradients of each one's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: DataRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return _gather(values, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _sum_of_own(gradients[0], ctx.ranks) * ctx.ranks.world_size, None
+
+
+class _Summed(torch.autograd.Function):
+    """Each process's own rows, summed over the experts of all; its backward gathers the gradients of all rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, tie: torch.Tensor, ranks: DataRanks | None, peers: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.tie = ranks, tie.new_zeros(())
+        if peers is not None:
+            output = output.clone()
+            dist.all_reduce(output, group=peers)
+        return output.clone() if ranks is None else _sum_of_own(output, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        gradient = gradients[0]
+        if ctx.ranks is not None:
+            gradient = _gather(gradient, ctx.ranks) / ctx.ranks.world_size
+        return gradient, ctx.tie, None, None
+
+
+class _Tied(torch.autograd.Function):
+    """What the experts compute with, and a zero that ties it to their output.
+
+    Where no token has an expert here, nothing else does: yet its backward must exchange with the others, and give the
+    weights gradients of zero. Processes with the same tokens sum the gradients of what they got.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, peers: dist.ProcessGroup | None, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.peers = peers
+        return values[0].new_zeros(()), *(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        of_tokens, of_parameters = gradients[1:3], gradients[3:]
+        if ctx.peers is not None:
+            of_tokens = tuple(gradient.contiguous().clone() for gradient in of_tokens)
+            for gradient in of_tokens:
+                dist.all_reduce(gradient, group=ctx.peers)
+        return None, *of_tokens, *of_parameters
