@@ -64,6 +64,8 @@ def folder(tmp_path_factory):
     loop = re.search(r"^```python\n(.*?)^```", (ROOT / "packages/tr-dist/README.md").read_text("utf-8"), re.S | re.M)
     (folder / "loop.py").write_text(loop[1])
     (folder / "run.yaml").write_text("output_dir: trainer_output\nmax_steps: 20\n")
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}')
     runs = ["run", "out", "other", "outputs/mine", "runs/one"]
     lines = [f"python train.py {EVALUATED.format(name)}" for name in runs] + [f"python script.py {RUN.format('their')}"]
     done = type_lines("\n".join(lines), folder)
