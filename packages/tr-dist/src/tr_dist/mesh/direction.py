@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +67,10 @@ class Direction:
             total: sums a tensor over those that compute other samples.
         """
         return {}
+
+    def in_backward(self) -> AbstractContextManager[object]:
+        """Return the context of a backward pass, in which activations may be computed again."""
+        return nullcontext()
 
     def close(self) -> None:
         """Undo what outlives the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -20,11 +20,13 @@ from tr_dist.fsdp.strategy import FSDP
 from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, far_neighbours, sizes_of
 from tr_dist.mesh.experts import Experts
+from tr_dist.mesh.sequence import Sequences
 from tr_dist.mesh.tensor import Tensor
 from tr_log import get_logger, warning_once
 
 # From the outermost: each makes its direction from the arguments.
 _DIRECTIONS: tuple[Callable[[Any], Direction], ...] = (
+    lambda args: Sequences(sizes_of(args).get("sp_size", 1)),
     lambda args: Tensor(
         sizes_of(args).get("tp_size", 1), args.tp_plan, shares_experts=sizes_of(args).get("ep_size", 1) > 1
     ),
@@ -89,6 +91,13 @@ class Mesh(FSDP):
     def coordinates(self) -> dict[str, int]:
         """Return the place of this process in each direction above size 1, by name, from 0."""
         return self._coordinates
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a scalar loss."""
+        with ExitStack() as around:
+            for direction in self._directions:
+                around.enter_context(direction.in_backward())
+            super().backward(loss)
 
     @contextmanager
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -49,7 +49,7 @@ _STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
 }
 _AS_IT_IS = ("replicate", "keep_full_weight")
 _OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
-_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
 
 
 class Tensor(Direction):
@@ -118,7 +118,7 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int, started:
         ValueError: a module is of another class, or a number of heads or features is not a multiple.
     """
     config = getattr(model, "config", None)
-    for name in _HEADS:
+    for name in HEADS:
         if isinstance(number := getattr(config, name, None), int) and number % size:
             raise ValueError(f"tp_size={size} does not divide {name}={number}; {sizes_that_divide(number, started)} do")
     for name, module in model.named_modules():

@@ -1,0 +1,525 @@
+"""Divide sequences over processes: each has a piece of every sequence, and in attention some heads of the whole."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tr_dist.mesh.attention import AttentionOfTransformers, Exchange
+from tr_dist.mesh.direction import Direction, sizes_that_divide
+from tr_dist.mesh.tensor import HEADS
+
+_IGNORED = -100
+_COUNT = "num_items_in_batch"
+
+
+class _AddUp(torch.autograd.Function):
+    """The sum of what the processes of a sequence computed of a loss; each gets the gradient of all.
+
+    FSDP takes the mean of gradients over these processes, so it is multiplied by their number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.size = dist.get_world_size(group)
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.size, None
+
+
+class _Gather(torch.autograd.Function):
+    """Pieces along dimension 1 joined on each process; its piece of the gradient counts as in `_AddUp`.
+
+    All processes compute the same from what is joined, so each has the gradient of all of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.size, ctx.rank, ctx.length = dist.get_world_size(group), dist.get_rank(group), piece.shape[1]
+        pieces = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(ctx.size)]
+        dist.all_gather(pieces, piece.contiguous(), group=group)
+        return torch.cat(pieces, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].narrow(1, ctx.rank * ctx.length, ctx.length) * ctx.size, None
+
+
+@dataclass
+class Division:
+    """How one batch is divided.
+
+    Attributes:
+        length: of the sequences, before they were padded.
+        piece: length of each process's piece.
+        mask: 2-D attention mask of the whole sequences, padded; None if none was given.
+        positions: of the whole sequences, padded, `(batch, length)`; None if none were given.
+        share: of the targets that the loss is a mean over, those in this piece; a scalar.
+    """
+
+    length: int
+    piece: int
+    mask: torch.Tensor | None
+    positions: torch.Tensor | None
+    share: torch.Tensor
+
+
+class InPieces:
+    """Stands for outputs in training, of which each process has a piece, while the model computes the loss."""
+
+    _WHY = (
+        "outputs of a model whose sequences are divided (sp_size) are not gathered in training where the model "
+        "computes the loss from labels; call it without labels, as compute_loss_func does, and they are whole"
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self._WHY)
+
+    @classmethod
+    def __torch_function__(cls, *arguments: Any) -> Any:
+        raise TypeError(cls._WHY)
+
+
+class Sequences(Direction):
+    """Processes that have a piece of each sequence; in attention each has some heads of all of it (Ulysses).
+
+    Whatever a model computes at each position by itself needs nothing; attention is exchanged where a model of
+    transformers calls its attention function, and any other module `scaled_dot_product_attention`. Each form of call
+    (names of inputs) is computed once on a short batch, whole and in pieces: what differs is refused, so that no model
+    is divided wrongly in silence.
+
+    Source: Jacobs et al. 2023, arXiv:2309.14509.
+
+    Args:
+        size: number of processes.
+    """
+
+    name = "sp"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.division: Division | None = None
+        self.state: str | None = None  # whether now "pieces" are computed, or a "whole" short batch; None outside
+        self.seen: Counter[str] = Counter()  # attentions that exchanged
+        self._forms: dict[Any, list[str]] = {}
+        self._is_looking = False
+        self._leave: Callable[[], None] | None = None
+        self._rules: list[str] = []
+        self._keeps_pieces = False
+        self._mode = _AttentionOfTorch(self)
+        self._of_transformers: AttentionOfTransformers | None = None
+
+    def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Check the sizes, and have attention exchange; see `Direction.divide`."""
+        config, parts = getattr(model, "config", None), mesh["tp"].size()
+        if mesh["pp"].size() > 1:
+            raise ValueError(f"sp_size={self.size} is not done with pp_size; set one of them to 1")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"sp_size={self.size} divides one sequence, and {type(model).__name__} has two, of encoder and "
+                "decoder; use tp_size"
+            )
+        for name in HEADS:
+            if isinstance(number := getattr(config, name, None), int) and number % (self.size * parts):
+                of_each = f"{name}={number}" + (f" of which tp_size={parts} leaves {number // parts}" * (parts > 1))
+                others = sizes_that_divide(number // parts)
+                raise ValueError(f"sp_size={self.size} does not divide {of_each}; {others} do")
+        shape = (*mesh.mesh.shape[:-2], -1, self.size, parts)
+        groups = mesh.mesh.view(shape).transpose(-1, -2).reshape(-1, self.size).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+        self.group = cast("dist.ProcessGroup", group)  # this process is in one of them
+        self.rank = dist.get_rank(self.group)
+        self._of_transformers = AttentionOfTransformers(self, model)
+
+    def finish(self, model: nn.Module) -> None:
+        """Have the model's forward divide its inputs and join its outputs, around all that FSDP does."""
+        model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def close(self) -> None:
+        """Give transformers its attention functions back."""
+        if self._of_transformers is not None:
+            self._of_transformers.close()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Have attention that is computed again in the backward pass exchange too."""
+        self.state = "pieces"
+        try:
+            with self._mode if self.seen["torch"] else nullcontext():
+                yield
+        finally:
+            self.state = None
+
+    # Around the forward
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        if self._is_looking:
+            return None
+        named = _named(model, args, given)
+        form = _form(named)
+        if form not in self._forms:
+            self._forms[form] = self._look(model, named)
+        self._rules = self._forms[form]
+        self._keeps_pieces = torch.is_grad_enabled() and any("label" in name for name in named)
+        pieces = self._split(model, named)
+        self._leave = self._enter(model)
+        return (), pieces
+
+    def _after(self, model: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._is_looking or self._leave is None:
+            return None
+        self._leave()
+        self._leave = None
+        if output is None:  # the forward failed
+            return None
+        leaves, structure = tree_flatten(output)
+        if len(leaves) != len(self._rules):
+            raise ValueError(
+                f"sp_size={self.size}: {type(model).__name__} returned {len(leaves)} values, and {len(self._rules)} "
+                "when it was looked at; return the same for the same inputs"
+            )
+        return tree_unflatten(list(map(self._join, leaves, self._rules)), structure)
+
+    def _enter(self, model: nn.Module) -> Callable[[], None]:
+        """Begin a forward in pieces; the returned function ends it. Each piece draws other dropout, from one state."""
+        mode = self._mode if self._is_looking or self.seen["torch"] else None
+        state = _Randomness(self.rank, next(model.parameters()).device) if model.training else None
+        self.state = "pieces"
+        if mode is not None:
+            mode.__enter__()
+
+        def leave() -> None:
+            self.state = None
+            if mode is not None:
+                mode.__exit__(None, None, None)
+            if state is not None:
+                state.put_back()
+
+        return leave
+
+    def _split(self, model: nn.Module, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this process's pieces of the inputs, and note how they are divided.
+
+        Raises:
+            ValueError: which inputs are of the sequence cannot be decided.
+        """
+        main = _main(model, named)
+        rows, length = main.shape[:2]
+        piece = -(-length // self.size)
+        padding, start = piece * self.size - length, self.rank * piece
+        inputs, parameters = dict(named), _parameters(model)
+        if "position_ids" in parameters and inputs.get("position_ids") is None:
+            inputs["position_ids"] = torch.arange(length, device=main.device)[None]
+        labels = next((name for name, value in inputs.items() if "label" in name and value is not None), None)
+        if labels is not None and labels != "shift_labels" and _shifts(model, parameters):
+            inputs["shift_labels"] = F.pad(inputs[labels], (0, 1), value=_IGNORED)[:, 1:]
+            parameters, labels = {**parameters, "shift_labels": None}, "shift_labels"
+        whole: dict[str, torch.Tensor] = {}
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                if value.shape[:2] not in ((rows, length), (1, length)):
+                    raise ValueError(
+                        f"sp_size={self.size}: {name} of shape {tuple(value.shape)} is not of sequences of shape "
+                        f"{(rows, length)}, so how it is divided cannot be decided; leave it out of the batch"
+                    )
+                filling = _IGNORED if "label" in name else 0
+                whole[name] = F.pad(value, (*(0, 0) * (value.dim() - 2), 0, padding), value=filling)
+                inputs[name] = whole[name].narrow(1, start, piece).contiguous()
+        counted = whole[labels] != _IGNORED if labels else torch.arange(piece * self.size)[None] < length
+        share = counted.narrow(1, start, piece).sum() / counted.sum()
+        positions = whole["position_ids"].expand(rows, -1) if named.get("position_ids") is not None else None
+        self.division = Division(length, piece, whole.get("attention_mask"), positions, share)
+        if self._of_transformers and self._of_transformers.names and "attention_mask" in parameters:
+            # With a mask transformers looks for no packed sequences, which it cannot see in a piece.
+            if inputs.get("attention_mask") is None:
+                inputs["attention_mask"] = torch.ones((rows, piece), dtype=torch.long, device=main.device)
+        return inputs
+
+    def _join(self, value: Any, rule: str) -> Any:
+        if rule == "sum":
+            return _AddUp.apply(value, self.group)
+        if rule == "mean":
+            share = self._current.share.to(value.device)
+            # A mean over no target is NaN, and is no part of the mean over all.
+            return _AddUp.apply(torch.where(share == 0, 0, value) * share.to(value.dtype), self.group)
+        if rule == "piece" and self._keeps_pieces:
+            return InPieces()
+        return self.gather(value)[:, : self._current.length] if rule == "piece" else value
+
+    @property
+    def _current(self) -> Division:
+        assert self.division is not None
+        return self.division
+
+    def gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return the pieces of all processes joined along dimension 1."""
+        joined: torch.Tensor = _Gather.apply(piece, self.group)  # type: ignore[assignment]
+        return joined
+
+    # Attention
+
+    def to_heads(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """Return whole sequences of this process's heads, from a piece of all heads: `(batch, heads, length, size)`.
+
+        Raises:
+            ValueError: it is not attention within the sequence, or heads cannot be shared out.
+        """
+        piece = self._current.piece
+        for value in values:
+            if value.dim() != 4 or value.shape[2] != piece:
+                raise ValueError(
+                    f"sp_size={self.size}: attention over {tuple(value.shape)} is not (batch, heads, length, size) "
+                    f"with the {piece} positions of a piece; only attention within the sequence can be divided"
+                )
+            if value.shape[1] % self.size:
+                others = sizes_that_divide(value.shape[1])
+                raise ValueError(f"sp_size={self.size} does not divide {value.shape[1]} heads; {others} do")
+        return [Exchange.apply(value, self.group, 1, 2) for value in values]
+
+    def whole_mask(self, mask: torch.Tensor | None, *, is_causal: bool, device: torch.device) -> torch.Tensor | None:
+        """Return the mask of whole sequences from the one that a module made of its piece.
+
+        Raises:
+            ValueError: what it is for other pieces is unknown.
+        """
+        now = self._current
+        length, is_padded = now.piece * self.size, now.piece * self.size > now.length
+        is_there = torch.arange(length, device=device) < now.length
+        if mask is None:
+            return is_there[None, None, None] if is_padded and not is_causal else None
+        if mask.shape[-1] == now.piece and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+            mask = self.gather(mask.flatten(1))[:, None, None]
+        if (
+            mask.shape[-1] != length
+            or mask.shape[-2:-1] not in ((1,), (length,))
+            or mask.shape[-3:-2] not in ((), (1,))
+        ):
+            raise ValueError(
+                f"sp_size={self.size}: attn_mask of shape {tuple(mask.shape)} is neither of the whole sequence, "
+                f"{length} positions, nor (batch, 1, 1, {now.piece}) of a piece; use is_causal=True, or such a mask of "
+                "keys"
+            )
+        if not is_padded:
+            return mask
+        return mask & is_there if mask.dtype == torch.bool else mask.masked_fill(~is_there, float("-inf"))
+
+    # Whether it is the same in pieces
+
+    def _look(self, model: nn.Module, named: Mapping[str, Any]) -> list[str]:
+        """Compute a short batch whole and in pieces, and return how each output is joined. Collective. Sync: once.
+
+        Raises:
+            ValueError: an output is not that of the whole sequence, however it is joined.
+        """
+        short = _short(model, named, self.size)
+        modes = [(module, module.training) for module in model.modules()]
+        seen, self._is_looking = self.seen.copy(), True
+        try:
+            for module, _ in modes:
+                module.training = False
+            with torch.no_grad():
+                self.state = "whole"
+                expected, _ = tree_flatten(model(**short))
+                pieces = self._split(model, short)
+                self._leave = self._enter(model)
+                found, _ = tree_flatten(model(**pieces))
+        finally:
+            if self._leave is not None:
+                self._leave()
+            self._leave, self.state, self._is_looking = None, None, False
+            for module, was in modes:
+                module.training = was
+            torch.clear_autocast_cache()  # it has weights without gradients
+        if self.seen == seen:
+            raise ValueError(
+                f"sp_size={self.size}: {type(model).__name__} called no attention that can be divided; a module calls "
+                "torch.nn.functional.scaled_dot_product_attention, and a model of transformers takes its attention "
+                "function from AttentionInterface (not nn.MultiheadAttention, which hides it)"
+            )
+        return self._compare(type(model).__name__, expected, found, short)
+
+    def _compare(self, model: str, expected: list[Any], found: list[Any], short: Mapping[str, Any]) -> list[str]:
+        rules = [self._candidates(*pair, short) for pair in zip(expected, found, strict=False)]
+        if len(expected) != len(found):
+            rules.append({"number of outputs": torch.full((), torch.inf)})
+        errors = [error for candidates in rules for error in candidates.values()]
+        device = next(value.device for value in short.values() if isinstance(value, torch.Tensor))
+        largest = torch.stack([error.to(device, torch.float32) for error in errors])
+        dist.all_reduce(largest, dist.ReduceOp.MAX)  # of all processes, so that all join in the same way
+        values, chosen, tolerance = iter(largest.tolist()), list[str](), _tolerance(expected)  # sync
+        for number, candidates in enumerate(rules):
+            measured = {name: next(values) for name in candidates}
+            chosen.append(next((name for name, error in measured.items() if error <= tolerance), ""))
+            if not chosen[-1]:
+                seen = ", ".join(f"{name}: {error:.2g}" for name, error in measured.items())
+                raise ValueError(
+                    f"sp_size={self.size}: output {number} of {model} is another one for a sequence in pieces than for "
+                    f"the whole one (relative error by how pieces are joined: {seen}). A model that can be divided "
+                    "takes the place of a word from position_ids, works on each position by itself but for attention, "
+                    "and has a loss that is a mean over targets, or their sum divided by num_items_in_batch; where it "
+                    "predicts the next position, its forward or loss_function takes shift_labels"
+                )
+        return chosen
+
+    def _candidates(self, whole: Any, part: Any, short: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return ways to join one output of a short batch, with the relative error of each."""
+        if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+            return {"as it is": torch.full((), 0.0 if type(whole) is type(part) else torch.inf)}
+        if whole.dim() == 0 and whole.is_floating_point():
+            names = ("sum", "mean", "as it is") if short.get(_COUNT) is not None else ("mean", "sum", "as it is")
+            return {name: _error(whole, self._join(part, name)) for name in names}
+        if whole.shape == part.shape:
+            return {"as it is": _error(whole, part)}
+        if whole.dim() > 1 and whole.shape[:1] == part.shape[:1] and part.shape[1] == self._current.piece:
+            joined = self.gather(part)[:, : self._current.length]
+            if joined.shape == whole.shape:
+                mask = short.get("attention_mask")
+                is_there = slice(None) if mask is None or mask.shape != whole.shape[:2] else mask.bool()
+                return {"piece": _error(whole[is_there], joined[is_there])}
+        return {f"shape {tuple(part.shape)} in place of {tuple(whole.shape)}": torch.full((), torch.inf)}
+
+
+class _AttentionOfTorch(TorchFunctionMode):
+    """Exchanges around `scaled_dot_product_attention` where a module calls it in a forward in pieces."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        super().__init__()
+        self._sequences = sequences
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs, sequences = kwargs or {}, self._sequences
+        if func is not F.scaled_dot_product_attention or sequences.state != "pieces":
+            return func(*args, **kwargs)
+        bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        states = sequences.to_heads(*(bound.pop(name) for name in ("query", "key", "value")))
+        bound["attn_mask"] = sequences.whole_mask(
+            bound.get("attn_mask"), is_causal=bool(bound.get("is_causal")), device=states[0].device
+        )
+        sequences.seen["torch"] += 1
+        return Exchange.apply(func(*states, **bound), sequences.group, 2, 1)
+
+
+class _Randomness:
+    """Draws other numbers for each piece in a block, and goes on afterwards from what all pieces have in common.
+
+    So the state that is saved is that of all processes of a sequence, and does not change where nothing is drawn.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._generators: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._device = device
+        self._before = self._generators.get_rng_state()
+        self._generators.manual_seed(zlib.crc32(self._before.numpy().tobytes()) + (rank << 32))
+        self._seeded = self._generators.get_rng_state()
+
+    def put_back(self) -> None:
+        drew = not torch.equal(self._generators.get_rng_state(), self._seeded)
+        self._generators.set_rng_state(self._before)
+        if drew:
+            torch.rand((), device=self._device)
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a forward by name."""
+    names = [name for name, parameter in _parameters(model).items() if parameter.kind.name == "POSITIONAL_OR_KEYWORD"]
+    if len(args) > len(names):
+        raise ValueError(f"sp_size: {type(model).__name__} got {len(args)} inputs by position; give them by name")
+    named = {**dict(zip(names, args, strict=False)), **given}
+    if named.get("past_key_values") is not None:
+        raise ValueError(
+            "sp_size: generation with a cache is not done; use use_cache=False, or generate on one process"
+        )
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        named["use_cache"] = False  # a cache would hold a piece
+    return named
+
+
+def _form(named: Mapping[str, Any]) -> frozenset[Any]:
+    def kind(value: Any) -> Any:
+        return (
+            value if isinstance(value, bool | int | float | str) else (type(value).__name__, getattr(value, "ndim", 0))
+        )
+
+    return frozenset((name, kind(value)) for name, value in named.items() if value is not None)
+
+
+def _parameters(model: nn.Module) -> dict[str, Any]:
+    unwrap: Any = getattr(model, "get_base_model", lambda: model)  # of an adapter's wrapper
+    return dict(inspect.signature(unwrap().forward).parameters)
+
+
+def _shifts(model: nn.Module, parameters: Mapping[str, Any]) -> bool:
+    """Whether the loss takes labels that are shifted already, by its signature: then it shifts those that are not."""
+    function = getattr(model, "loss_function", None)
+    return "shift_labels" in parameters or (
+        callable(function) and "shift_labels" in inspect.signature(function).parameters
+    )
+
+
+def _main(model: nn.Module, named: Mapping[str, Any]) -> torch.Tensor:
+    """Return the input whose first two dimensions are the number and the length of the sequences."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+    if not tensors:
+        raise ValueError("sp_size: no input has sequences, as a tensor of shape (batch, length)")
+    return tensors.get(getattr(model, "main_input_name", "input_ids"), next(iter(tensors.values())))
+
+
+def _short(model: nn.Module, named: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Return two sequences of a batch, so short that they can be computed whole, and so long that they are padded."""
+    length = _main(model, named).shape[1]
+    cut = min(length, 16 * size)
+    cut -= int(cut % size == 0 and cut > size)
+    mask, start = named.get("attention_mask"), 0
+    if mask is not None and mask.dim() == 2 and mask[:2, :cut].sum() < mask[:2, -cut:].sum():  # sync
+        start = length - cut
+    short = {
+        name: value[:2, start : start + cut]
+        if isinstance(value, torch.Tensor) and value.shape[1:2] == (length,)
+        else value
+        for name, value in named.items()
+    }
+    for name, value in short.items():
+        if "label" in name and isinstance(value, torch.Tensor) and not value.is_floating_point():
+            # Each word is a target, that each piece has some; the first class is one that every model has.
+            there = value.clamp_min(0)
+            mask = short.get("attention_mask")
+            short[name] = there if mask is None or mask.shape != value.shape else there.masked_fill(mask == 0, _IGNORED)
+    return short
+
+
+def _error(whole: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of the difference by that of the whole; infinite where only one is finite."""
+    if whole.numel() == 0:
+        return torch.zeros((), device=whole.device)
+    whole, joined = whole.double(), joined.double()
+    is_same = (whole == joined) | (whole.isnan() & joined.isnan())
+    difference = torch.where(is_same, 0, joined - whole).square().mean().sqrt()
+    size = torch.where(whole.isfinite(), whole, 0).square().mean().sqrt().clamp_min(1e-30)
+    return (difference / size).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _tolerance(values: Sequence[Any]) -> float:
+    """Return what rounding may make of a relative error: more where numbers have few digits."""
+    kinds = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    device = next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
+    if kinds & {torch.bfloat16, torch.float16} or torch.is_autocast_enabled(device):
+        return 0.03
+    return 3e-5 if device == "cpu" else 2e-3  # TF32

@@ -1,0 +1,306 @@
+"""Processes that have pieces of each sequence: the numbers of one process, on every mesh, and from one to another."""
+
+import pytest
+import torch
+from test_mesh import ALONE, SHARDED, SMALL, StopAt, assert_close, in_the_night, row
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tr_core import Trainer, TrainingArguments
+from tr_dist.testing import run_ranks
+
+pytestmark = pytest.mark.column("mesh")
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+PLAN = {"layers.*.qkv": "colwise", "layers.*.out": "rowwise"}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm, self.out, self.dropout = nn.LayerNorm(16), nn.Linear(16, 16), dropout
+        self.qkv = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x, mask):
+        normed = self.norm(x)
+        states = [linear(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in self.qkv]
+        mixed = F.scaled_dot_product_attention(*states, attn_mask=mask, is_causal=mask is None)
+        return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+
+class Plain(nn.Module):
+    """Learned positions, and its own calls of attention; bidirectional where it gets a mask."""
+
+    def __init__(self, dropout=0.0, with_positions=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(24, 16), nn.Linear(16, 24, bias=False)
+        self.places, self.with_positions = nn.Embedding(32, 16), with_positions
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
+
+    def loss_function(self, logits, labels, num_items_in_batch=None):
+        how = "mean" if num_items_in_batch is None else "sum"
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=how)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, labels=None, **kwargs):
+        if position_ids is None or not self.with_positions:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        hidden = self.words(input_ids) + self.places(position_ids)
+        mask = None if attention_mask is None else attention_mask.bool()[:, None, None]
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        logits = self.head(hidden)
+        return (
+            {"loss": self.loss_function(logits, labels, **kwargs), "logits": logits} if labels is not None else logits
+        )
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **HEADS, **options))
+
+
+def qwen(**options):
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, **HEADS, tie_word_embeddings=True, **options))
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+MODELS = {
+    "plain": Plain,
+    "dropout": lambda: Plain(0.1),
+    "llama": llama,
+    "eager": lambda: llama(attn_implementation="eager"),
+    "qwen": qwen,
+    "sliding": lambda: qwen(**SLIDING),
+}
+
+
+def rows(number, form="targets", length=7):
+    """Return rows of an odd length of which some words are no targets, in every row another number of them."""
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(24, (number, length), generator=generator)
+    hidden = torch.randint(4, (number, 1), generator=generator) > torch.arange(length)
+    labels = words.masked_fill(hidden, -100)
+    found = [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
+    if form == "padding":
+        masks = (torch.randint(3, length + 1, (number, 1), generator=generator) > torch.arange(length)).long()
+        for each, mask in zip(found, masks, strict=True):
+            each |= {"attention_mask": mask, "labels": each["labels"].masked_fill(mask == 0, -100)}
+    if form == "packed":
+        for number, each in enumerate(found):
+            cut = 1 + number % (length - 1)
+            each["position_ids"] = torch.cat([torch.arange(cut), torch.arange(length - cut)])
+    return found
+
+
+def train(folder, name, options, form="targets", steps=4, resume=None):
+    """Run in every rank; returns losses, norms and evaluations, and the whole weights on rank 0."""
+    plan = {"tp_plan": PLAN} if name == "plain" and "tp" in options.get("parallelism_config", "") else {}
+    args = TrainingArguments(
+        folder,
+        max_steps=4,
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        eval_steps=2,
+        eval_strategy="steps",
+        save_strategy="steps",
+        save_steps=2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        label_names=["labels"],
+        log_level="error",
+        **plan,
+        **options,
+    )
+    trainer = Trainer(MODELS[name](), args, train_dataset=rows(48, form), eval_dataset=rows(7, form))
+    if steps < args.max_steps:
+        trainer.add_callback(StopAt(steps))
+    trainer.train(resume_from_checkpoint=resume)
+    names = ("loss", "grad_norm", "eval_loss")
+    history = [{key: entry[key] for key in names if key in entry} for entry in trainer.state.log_history]
+    state = trainer.strategy.full_state_dict(trainer.model_wrapped)
+    weights = {key: value.clone() for key, value in state.items()}
+    trainer.save_model(f"{folder}/model")
+    trainer.strategy.close()
+    return [entry for entry in history if entry], weights
+
+
+def mesh(world, sizes, **options):
+    """Return how many processes there are, and the arguments by which four samples are a micro-batch on them."""
+    replicas = world // (4 if "tp=2" in sizes else 2)
+    return world, {"parallelism_config": sizes, "per_device_train_batch_size": 4 // replicas, **options}
+
+
+MESHES = {
+    "sp 2": mesh(2, "sp=2"),
+    "sp 2, tp 2": mesh(4, "sp=2,tp=2"),
+    "sp 2, shards 2": mesh(4, "sp=2,dp_shard=2", **SHARDED),
+    "sp 2, replicas 2": mesh(4, "sp=2"),
+}
+
+
+@row("numbers")
+@pytest.mark.parametrize(
+    ("name", "form", "data"),
+    in_the_night(
+        ("qwen", "sp 2, shards 2", "targets"),
+        *((name, form, "targets") for name in ("llama", "plain") for form in MESHES),
+        *(("qwen", form, "targets") for form in ("sp 2", "sp 2, tp 2", "sp 2, replicas 2")),
+        *((name, "sp 2", data) for name in ("llama", "eager", "plain", "sliding") for data in ("padding", "packed")),
+        ("sliding", "sp 2", "targets"),
+        ("eager", "sp 2", "targets"),
+    ),
+)
+def test_pieces_of_sequences_give_the_numbers_of_one_process(name, form, data, tmp_path):
+    accumulated = {"gradient_accumulation_steps": 3, "per_device_eval_batch_size": 2}
+    world, options = MESHES[form]
+    alone = train(str(tmp_path / "alone"), name, ALONE | accumulated, data)
+    for rank in run_ranks(train, world, str(tmp_path / "mesh"), name, options | accumulated, data, timeout_s=300):
+        assert_close(rank, alone, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param({"bf16": True}, 0.05, marks=row("bf16"), id="bf16"),
+        pytest.param({"gradient_checkpointing": True}, 2e-5, marks=row("recompute"), id="recomputed"),
+        pytest.param({"label_smoothing_factor": 0.1}, 2e-5, marks=row("numbers"), id="smoothed"),
+    ],
+)
+def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(options, tolerance, tmp_path):
+    alone = train(str(tmp_path / "alone"), "llama", ALONE | options)
+    world, on_mesh = MESHES["sp 2"]
+    for rank in run_ranks(train, world, str(tmp_path / "mesh"), "llama", on_mesh | options, timeout_s=300):
+        assert_close(rank, alone, tolerance)
+
+
+@pytest.mark.slow
+@row("resize")
+@pytest.mark.parametrize(("first", "second"), [("sp 2", "alone"), ("alone", "sp 2")])
+def test_a_run_goes_on_on_another_mesh(first, second, tmp_path):
+    def run(form, *arguments):
+        if form == "alone":
+            return train(str(tmp_path / "out"), "llama", ALONE, "targets", *arguments)
+        world, options = MESHES[form]
+        return run_ranks(train, world, str(tmp_path / "out"), "llama", options, "targets", *arguments, timeout_s=300)[0]
+
+    whole = train(str(tmp_path / "whole"), "llama", ALONE)
+    run(first, 2)
+    resumed = run(second, 4, True)
+    assert_close((resumed[0][-4:], resumed[1]), (whole[0][-4:], whole[1]), 2e-5)
+    exported = LlamaForCausalLM.from_pretrained(tmp_path / "out" / "model").state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in resumed[1].items())
+
+
+@pytest.mark.slow
+@row("resume")
+def test_a_run_with_dropout_that_stopped_goes_on_to_the_same_bits(tmp_path):
+    def run(folder, *arguments):
+        options = MESHES["sp 2"][1]
+        return run_ranks(train, 2, str(tmp_path / folder), "dropout", options, "targets", *arguments, timeout_s=300)[0]
+
+    whole = run("whole")
+    run("out", 2)
+    history, weights = run("out", 4, True)
+    assert history[-4:] == whole[0][-4:]
+    assert all(torch.equal(value, whole[1][name]) for name, value in weights.items())
+
+
+class Alone(nn.Module):
+    """Each word by itself: there is nothing to exchange, and nothing shows that there is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
+
+    def forward(self, input_ids):
+        return self.head(self.words(input_ids))
+
+
+class Pooled(Plain):
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids, position_ids=position_ids).mean(1)
+
+
+WORDS = {"input_ids": torch.arange(14).reshape(2, 7)}
+REFUSALS = {
+    "heads": (llama, 3, WORDS, "sp_size=3 does not divide num_attention_heads=8; 2, 4, 8 do"),
+    "places": (lambda: Plain(with_positions=False), 2, WORDS, "takes the place of a word from position_ids"),
+    "no attention": (Alone, 2, WORDS, "called no attention that can be divided"),
+    "pooled": (Pooled, 2, WORDS, "is another one for a sequence in pieces than for the whole one"),
+    "heads of a module": (Plain, 3, WORDS, "sp_size=3 does not divide 4 heads; 2, 4 do"),
+    "entry": (
+        Plain,
+        2,
+        WORDS | {"labels": torch.zeros(2, dtype=torch.long)},
+        "labels of shape (2,) is not of sequences",
+    ),
+    "cache": (llama, 2, WORDS | {"past_key_values": ()}, "generation with a cache is not done"),
+}
+
+
+def attempt(case):
+    from tr_dist.mesh import Mesh
+    from tr_dist.mesh.sequence import Sequences
+
+    build, size, batch, _ = REFUSALS[case]
+    strategy = Mesh(directions=[Sequences(size)], use_cpu=True)
+    try:
+        strategy.prepare(build())(**batch)
+    except ValueError as error:
+        return str(error)
+    finally:
+        strategy.close(failed=True)
+    return ""
+
+
+@pytest.mark.parametrize("case", in_the_night(("places",), *((name,) for name in REFUSALS if name != "places")))
+def test_what_cannot_be_divided_is_refused(case):
+    for text in run_ranks(attempt, REFUSALS[case][1], case, timeout_s=300):
+        assert REFUSALS[case][3] in text
+
+
+def exchanges():
+    """Return the bytes of each all-to-all of a forward and backward, whole logits, and dropout's numbers of a piece."""
+    from tr_dist.mesh import Mesh, attention
+    from tr_dist.mesh.sequence import Sequences
+
+    sent, exchange = [], attention.exchange
+
+    def counted(value, *how):
+        sent.append(value.nbytes)
+        return exchange(value, *how)
+
+    attention.exchange = counted
+    strategy = Mesh(directions=[Sequences(2)], use_cpu=True)
+    model = strategy.prepare(Plain())
+    logits = model(**WORDS).detach()  # the first, at which it is looked
+    sent.clear()
+    with strategy.accumulate(model, sync=True):
+        outputs = model(**WORDS, position_ids=None, labels=None)
+        strategy.backward(outputs.square().mean())
+    loss, of_pieces = model(**WORDS, labels=WORDS["input_ids"]).values()
+    try:
+        of_pieces.softmax(-1)
+    except AttributeError as error:
+        words = str(error)
+    strategy.close()
+    return sent, logits, loss.item(), words
+
+
+@row("numbers")
+def test_a_step_exchanges_four_times_a_layer_and_direction():
+    model = Plain()
+    loss, logits = model(**WORDS, labels=WORDS["input_ids"]).values()
+    for sent, found, found_loss, words in run_ranks(exchanges, 2, timeout_s=300):
+        rows, piece, features, four_bytes, layers = 2, 4, 16, 4, 2
+        assert sent == [rows * piece * features * four_bytes] * (4 * layers * 2)
+        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+        assert found_loss == pytest.approx(loss.item(), rel=1e-5)
+        assert "are not gathered in training" in words
