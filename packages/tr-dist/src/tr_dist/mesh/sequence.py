@@ -247,10 +247,10 @@ class Sequences(Direction):
         share = counted.narrow(1, start, piece).sum() / counted.sum()
         positions = whole["position_ids"].expand(rows, -1) if named.get("position_ids") is not None else None
         self.division = Division(length, piece, whole.get("attention_mask"), positions, share)
-        if self._of_transformers and self._of_transformers.names and "attention_mask" in parameters:
+        asks = self._of_transformers and self._of_transformers.names and "attention_mask" in parameters
+        if asks and inputs.get("attention_mask") is None:
             # With a mask transformers looks for no packed sequences, which it cannot see in a piece.
-            if inputs.get("attention_mask") is None:
-                inputs["attention_mask"] = torch.ones((rows, piece), dtype=torch.long, device=main.device)
+            inputs["attention_mask"] = torch.ones((rows, piece), dtype=torch.long, device=main.device)
         return inputs
 
     def _join(self, value: Any, rule: str) -> Any:
