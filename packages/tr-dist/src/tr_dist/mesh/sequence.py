@@ -178,7 +178,9 @@ class Sequences(Direction):
         if form not in self._forms:
             self._forms[form] = self._look(model, named)
         self._rules = self._forms[form]
-        self._keeps_pieces = torch.is_grad_enabled() and any("label" in name for name in named)
+        self._keeps_pieces = torch.is_grad_enabled() and any(
+            "label" in name for name in named if named[name] is not None
+        )
         pieces = self._split(model, named)
         self._leave = self._enter(model)
         return (), pieces
@@ -230,7 +232,7 @@ class Sequences(Direction):
             inputs["position_ids"] = torch.arange(length, device=main.device)[None]
         labels = next((name for name, value in inputs.items() if "label" in name and value is not None), None)
         if labels is not None and labels != "shift_labels" and _shifts(model, parameters):
-            inputs["shift_labels"] = F.pad(inputs[labels], (0, 1), value=_IGNORED)[:, 1:]
+            inputs["shift_labels"] = F.pad(inputs[labels], (0, 1), value=_IGNORED)[..., 1:]
             parameters, labels = {**parameters, "shift_labels": None}, "shift_labels"
         whole: dict[str, torch.Tensor] = {}
         for name, value in inputs.items():
@@ -329,6 +331,7 @@ class Sequences(Direction):
         Raises:
             ValueError: an output is not that of the whole sequence, however it is joined.
         """
+        self._split(model, named)  # refuses first what is not of the sequences
         short = _short(model, named, self.size)
         modes = [(module, module.training) for module in model.modules()]
         seen, self._is_looking = self.seen.copy(), True
