@@ -13,7 +13,7 @@ from tr_dist.testing import run_ranks
 pytestmark = pytest.mark.column("mesh")
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-PLAN = {"layers.*.qkv": "colwise", "layers.*.out": "rowwise"}
+PLAN = {"layers.*.qkv.*": "colwise", "layers.*.out": "rowwise"}
 
 
 class Block(nn.Module):
@@ -260,7 +260,9 @@ def attempt(case):
     return ""
 
 
-@pytest.mark.parametrize("case", in_the_night(("places",), *((name,) for name in REFUSALS if name != "places")))
+@pytest.mark.parametrize(
+    "case", ["places", *(pytest.param(name, marks=pytest.mark.slow) for name in REFUSALS if name != "places")]
+)
 def test_what_cannot_be_divided_is_refused(case):
     for text in run_ranks(attempt, REFUSALS[case][1], case, timeout_s=300):
         assert REFUSALS[case][3] in text
