@@ -287,13 +287,14 @@ def exchanges():
     with strategy.accumulate(model, sync=True):
         outputs = model(**WORDS, position_ids=None, labels=None)
         strategy.backward(outputs.square().mean())
+    of_step = list(sent)
     loss, of_pieces = model(**WORDS, labels=WORDS["input_ids"]).values()
     try:
         of_pieces.softmax(-1)
     except AttributeError as error:
         words = str(error)
     strategy.close()
-    return sent, logits, loss.item(), words
+    return of_step, logits, loss.item(), words
 
 
 @row("numbers")
