@@ -321,7 +321,7 @@ def test_an_object_that_takes_no_more_methods_is_told_which_it_lacks(make_args):
         __slots__ = ()
         device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
 
-    with pytest.raises(TypeError, match="Fixed lacks acts_on, accelerator, data, binds_optimizer, bind_optimizer, "):
+    with pytest.raises(TypeError, match="Fixed lacks acts_on, accelerator, sizes, data, binds_optimizer, bind_opt"):
         Trainer(Classifier(), make_args(), strategy=Fixed())
 
 

@@ -105,12 +105,15 @@ class Strategy(Collectives, Protocol):
         accelerator: the `accelerate.Accelerator` that it trains with, None for none.
         forward_is_collective: whether every rank must call the forward equally often.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters; the loop then does not.
+        sizes: numbers of processes, above 1, over which each sample, or the experts, are divided, named as in
+            `parallelism_config`: `tp_size`.
     """
 
     acts_on: frozenset[str]
     accelerator: Any
     forward_is_collective: bool
     binds_optimizer: bool
+    sizes: Mapping[str, int]
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.

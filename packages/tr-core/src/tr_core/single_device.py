@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -53,6 +53,7 @@ class StrategyDefaults:
     accumulate: Callable[..., AbstractContextManager[object]]
     acts_on: frozenset[str] = frozenset()
     accelerator: Any = None
+    sizes: Mapping[str, int] = {}
     binds_optimizer = False
 
     @property
@@ -93,7 +94,7 @@ def complete_strategy(strategy: Any) -> Strategy:
     optional = ("bind_optimizer", "accumulate_fused", "exchange_s", "window_metrics", "gathered", "watching")
     methods = [name for name in optional if not hasattr(strategy, name)]
     try:
-        for name in ("acts_on", "accelerator"):
+        for name in ("acts_on", "accelerator", "sizes"):
             if not hasattr(strategy, name):
                 setattr(strategy, name, getattr(StrategyDefaults, name))
         if not hasattr(strategy, "data"):
@@ -103,7 +104,7 @@ def complete_strategy(strategy: Any) -> Strategy:
         for name in methods:
             setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
     except AttributeError:
-        lacking = ", ".join(["acts_on", "accelerator", "data", "binds_optimizer", *methods])
+        lacking = ", ".join(["acts_on", "accelerator", "sizes", "data", "binds_optimizer", *methods])
         raise TypeError(
             f"the strategy {type(strategy).__name__} lacks {lacking}, and no attribute can be added to it; define "
             "them, as tr_core.SingleDevice does"
