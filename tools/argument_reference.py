@@ -48,7 +48,7 @@ TRIED = {
     "strategy": ["single", "ddp", "fsdp", "deepspeed"], "fsdp": ["full_shard"], "deepspeed": ["ds.json"],
     "fsdp_config": [{"min_num_params": 1}, {"min_num_params": 1, "transformer_layer_cls_to_wrap": ["Block"]}],
     "parallelism_config": [{"dp_shard_size": 2}, {"tp_size": 2}], "tp_plan": [{"up": "colwise"}],
-    "ep_plan": [{"experts": "experts"}],
+    "ep_plan": [{"experts": "experts"}], "pp_split": [["layers.1"]], "pp_schedule": ["gpipe"],
     "neftune_length": ["padded"], "ema_start_step": [1],
     "ema_update_steps": [2], "dataloader_prefetch_factor": [2], "dataloader_multiprocessing_context": ["spawn"],
     "label_smoothing_factor": [0.1], "accelerator_config": [AcceleratorConfig(split_batches=True)],

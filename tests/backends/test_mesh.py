@@ -75,9 +75,13 @@ def rows(number):
     return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
 
 
-def train(folder, name, options, steps=4, resume=None):
-    """Run in every rank; returns losses, norms and evaluations, and the whole weights on rank 0."""
+def train(folder, name, options, *arguments):
     plan = {"tp_plan": PLAN} if name == "plain" and "parallelism_config" in options else {}
+    return train_model(folder, MODELS[name](), options | plan, *arguments)
+
+
+def train_model(folder, model, options, steps=4, resume=None):
+    """Run in every rank; returns losses, norms and evaluations, and the whole weights on rank 0."""
     args = TrainingArguments(
         folder,
         max_steps=4,
@@ -93,10 +97,9 @@ def train(folder, name, options, steps=4, resume=None):
         disable_tqdm=True,
         label_names=["labels"],
         log_level="error",
-        **plan,
         **options,
     )
-    trainer = Trainer(MODELS[name](), args, train_dataset=rows(48), eval_dataset=rows(7))
+    trainer = Trainer(model, args, train_dataset=rows(48), eval_dataset=rows(7))
     if steps < args.max_steps:
         trainer.add_callback(StopAt(steps))
     trainer.train(resume_from_checkpoint=resume)
@@ -250,26 +253,3 @@ def test_an_optimizer_that_cannot_follow_divided_matrices_is_refused(optim, tmp_
     for text in run_ranks(refusal, 2, str(tmp_path), options, timeout_s=300):
         assert REFUSALS[optim] in text
     record_property("refused", "it needs what a divided matrix does not give")
-
-
-def write_page(folder):
-    args = TrainingArguments(
-        folder,
-        max_steps=2,
-        per_device_train_batch_size=2,
-        parallelism_config="tp=2",
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(llama(), args, train_dataset=rows(8))
-    trainer.train()
-    trainer.strategy.close()
-
-
-@pytest.mark.slow
-def test_the_page_of_a_run_has_the_sizes_of_its_mesh(tmp_path):
-    run_ranks(write_page, 2, str(tmp_path), timeout_s=300)
-    page = (tmp_path / "report.html").read_text("utf-8")
-    assert """["processes","2 ({'tp_size': 2})"]""" in page

@@ -192,7 +192,7 @@ READ_ELSEWHERE = {
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",  # tr-ckpt
     "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
     "ddp_static_graph", "hang_timeout",  # tr-dist
-    "fsdp_config", "tp_plan", "ep_plan",  # tr-dist
+    "fsdp_config", "tp_plan", "ep_plan", "pp_split", "pp_schedule",  # tr-dist
     "neftune_length",  # tr-optim
 }  # fmt: skip
 
@@ -321,7 +321,9 @@ def test_an_object_that_takes_no_more_methods_is_told_which_it_lacks(make_args):
         __slots__ = ()
         device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
 
-    with pytest.raises(TypeError, match="Fixed lacks acts_on, accelerator, sizes, data, binds_optimizer, bind_opt"):
+    with pytest.raises(
+        TypeError, match="Fixed lacks acts_on, accelerator, schedules_micro_batches, data, binds_optimizer, bind_o"
+    ):
         Trainer(Classifier(), make_args(), strategy=Fixed())
 
 

@@ -134,6 +134,9 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
         yield ("deepspeed", "strategy"), "needs strategy='deepspeed' or 'auto'"
     if args.fsdp_config.get("min_num_params") and args.fsdp_config.get("transformer_layer_cls_to_wrap"):
         yield ("fsdp_config",), "needs either min_num_params or transformer_layer_cls_to_wrap, not both"
+
+
+def _parallelism(args: AllFields) -> Iterator[Rule]:
     sizes = args.parallelism_config or {}
     if sizes and args.deepspeed:
         yield ("parallelism_config", "deepspeed"), "is not read with ZeRO, whose configuration says how it divides"
@@ -152,6 +155,8 @@ def _plans(args: AllFields) -> Iterator[Rule]:
         yield ("tp_plan", "parallelism_config"), "says what tp_size divides; set tp_size too"
     if args.ep_plan and sizes.get("ep_size", 1) == 1:
         yield ("ep_plan", "parallelism_config"), "says what ep_size shares out; set ep_size too"
+    if (args.pp_split or args.pp_schedule != "1f1b") and sizes.get("pp_size", 1) == 1:
+        yield ("pp_split", "pp_schedule", "parallelism_config"), "say how pp_size divides a model; set pp_size too"
 
 
 def _sharding_options(args: AllFields) -> Iterator[Rule]:
@@ -166,6 +171,7 @@ _RULES: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (
     _perplexity,
     _best_model,
     _sharding,
+    _parallelism,
     _plans,
 )
 _RULES_OF_EFFECT: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (_loading, _average, _noise, _sharding_options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any, cast
@@ -20,7 +21,7 @@ from tr_core.data.sampler import MicroBatch
 from tr_core.evaluation.best_metric import watched_metric
 from tr_core.run import Run
 from tr_core.start import log_at_first
-from tr_log.phases import CHECKPOINT, EVALUATION, phase
+from tr_log.phases import CHECKPOINT, EVALUATION, PhaseClock, phase
 
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
@@ -60,27 +61,20 @@ def end_epoch(run: Run, *, moves_on: bool) -> None:
 def train_step(run: Run, step: StepData) -> None:
     """Run one optimizer step. Its loss and gradient norm stay on the device."""
     methods, strategy, optimizer, window = run.methods, run.strategy, run.optimizer, run.window
-    scope, training_step = methods.scope, methods.step_function
-    model, inner, state, fire = methods.model_wrapped, methods.model, methods.state, methods.callback_handler.fire
+    scope, model, state, fire = methods.scope, methods.model_wrapped, methods.state, methods.callback_handler.fire
     scope.size, number = step.size, 0
     window.begin_step(state.global_step)
     fire("on_step_begin")
-    since_s = perf_counter()
-    for number, batch in enumerate(step.micro_batches, start=1):
-        window.clock.waited_s += perf_counter() - since_s
-        is_last = number == step.size
-        scope.weight, scope.total, scope.is_last, scope.inputs = batch.weight, batch.total, is_last, batch.inputs
-        if not inner.training:
-            run.mode.restore()
-        with strategy.accumulate(model, sync=run.plan.syncs_each_batch or is_last):
-            loss = training_step(model, batch.inputs, step.num_items)
+    batches, compute = _timed(step.micro_batches, window.clock), _computing(run, step)
+    inputs_of = partial(methods.inputs_of_schedule, num_items=step.num_items)
+    computed = strategy.run_micro_batches(model, batches, compute, inputs_of)
+    for number, (batch, loss) in enumerate(computed, start=1):
         window.add(loss, batch)
         scope.inputs, run.position.samples = None, batch.end
         fire("on_micro_batch_end", loss=loss, inputs=batch.inputs, outputs=scope.outputs)
         scope.outputs = None
         if number < step.size:
             fire("on_substep_end")
-        since_s = perf_counter()
     if number < step.size:
         raise ValueError(_too_few_batches(step.size - number))
     scope.weight, scope.total, scope.loss = 1.0, None, window.step_loss
@@ -98,6 +92,33 @@ def train_step(run: Run, step: StepData) -> None:
     micro_batches_done = -(-run.position.samples // run.data.samples_per_micro_batch)
     state.epoch = run.position.epoch + micro_batches_done / run.plan.batches_per_epoch
     fire("on_step_end")
+
+
+def _computing(run: Run, step: StepData) -> Callable[[MicroBatch], torch.Tensor]:
+    """Return what runs forward and backward of a micro-batch, and returns its share of the step's loss."""
+    methods, strategy, scope, mode = run.methods, run.strategy, run.methods.scope, run.mode
+    training_step, model, inner = methods.step_function, methods.model_wrapped, methods.model
+    number, syncs = 0, run.plan.syncs_each_batch
+
+    def compute(batch: MicroBatch) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        is_last = number == step.size
+        scope.weight, scope.total, scope.is_last, scope.inputs = batch.weight, batch.total, is_last, batch.inputs
+        if not inner.training:
+            mode.restore()
+        with strategy.accumulate(model, sync=syncs or is_last):
+            return training_step(model, batch.inputs, step.num_items)
+
+    return compute
+
+
+def _timed(batches: Iterator[MicroBatch], clock: PhaseClock) -> Iterator[MicroBatch]:
+    since_s = perf_counter()
+    for batch in batches:
+        clock.waited_s += perf_counter() - since_s
+        yield batch
+        since_s = perf_counter()
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -227,6 +227,8 @@ def _own_loss(methods: TrainerMethods, model: nn.Module, inputs: Any, **options:
 def refuse_gradients_of_zero(methods: TrainerMethods) -> None:
     """Refuse a loss of 0 that has gradients while it is not known what it is divided by. Sync. Collective."""
     strategy, methods.loss_rule.was_zero = methods.strategy, False
+    if strategy.schedules_micro_batches:  # its backward is still to come, and others are elsewhere
+        return
     gradients = [p.grad for p in methods.model.parameters() if p.grad is not None]
     # Where gradients are gone already, none is seen.
     hides = strategy.binds_optimizer or (methods.optimizer and kind(methods.optimizer) == "backward-update")

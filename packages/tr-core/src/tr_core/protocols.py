@@ -6,7 +6,7 @@ An interface is a structural protocol of torch's and standard types: an implemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -105,15 +105,15 @@ class Strategy(Collectives, Protocol):
         accelerator: the `accelerate.Accelerator` that it trains with, None for none.
         forward_is_collective: whether every rank must call the forward equally often.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters; the loop then does not.
-        sizes: numbers of processes, above 1, over which each sample, or the experts, are divided, named as in
-            `parallelism_config`: `tp_size`.
+        schedules_micro_batches: whether `run_micro_batches` has an order of its own, in which not every process
+            computes each loss. Overrides of a step are refused then.
     """
 
     acts_on: frozenset[str]
     accelerator: Any
     forward_is_collective: bool
     binds_optimizer: bool
-    sizes: Mapping[str, int]
+    schedules_micro_batches: bool
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.
@@ -137,6 +137,23 @@ class Strategy(Collectives, Protocol):
 
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Return a block for a micro-batch whose gradients an `InBackward` consumes. `last`: it ends the step."""
+        ...
+
+    def run_micro_batches(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        compute: Callable[[Any], torch.Tensor],
+        inputs_of: Callable[[Any], Any],
+    ) -> Iterable[tuple[Any, torch.Tensor]]:
+        """Run forward and backward of a step's micro-batches, and yield each of them with its share of the loss.
+
+        Args:
+            model: what `prepare` returned.
+            batches: one-shot; each has `inputs`, as its loader gave them.
+            compute: runs the forward of a micro-batch, its loss and `backward`, and returns the loss, detached.
+            inputs_of: moves the inputs of a micro-batch to the device.
+        """
         ...
 
     def exchange_s(self, model: nn.Module) -> float | None:

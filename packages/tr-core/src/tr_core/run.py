@@ -20,6 +20,7 @@ from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
 from tr_core.flops import has_targets
 from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite
+from tr_core.metric_means import MetricWindow
 from tr_core.model import TrainingMode
 from tr_core.model_io import forward_parameters, main_input_name
 from tr_core.optim.fused_backward import kind
@@ -91,6 +92,7 @@ class Run:
         args, model, wrapped = methods.args, methods.model, methods.model_wrapped
         tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
         window = LogWindow(strategy.data, tokens)
+        window.means = MetricWindow(strategy)  # of all processes: not each of those of a sample may compute its loss
         guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         updates = Updates(strategy, optimizer, guard)
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.

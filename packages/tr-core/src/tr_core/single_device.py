@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -53,8 +53,8 @@ class StrategyDefaults:
     accumulate: Callable[..., AbstractContextManager[object]]
     acts_on: frozenset[str] = frozenset()
     accelerator: Any = None
-    sizes: Mapping[str, int] = {}
     binds_optimizer = False
+    schedules_micro_batches = False
 
     @property
     def data(self) -> Any:
@@ -67,6 +67,13 @@ class StrategyDefaults:
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Return the same block as for a micro-batch without an exchange of gradients after it."""
         return self.accumulate(model, sync=False)
+
+    def run_micro_batches(
+        self, model: nn.Module, batches: Iterable[Any], compute: Callable[[Any], torch.Tensor], inputs_of: Any
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Compute each micro-batch of a step when it is its turn, and yield it with its loss."""
+        for batch in batches:
+            yield batch, compute(batch)
 
     def exchange_s(self, model: nn.Module) -> float | None:
         """Return None: where gradients are exchanged, the time that it takes is not known."""
@@ -91,10 +98,18 @@ def complete_strategy(strategy: Any) -> Strategy:
     Raises:
         TypeError: attributes cannot be added to the object.
     """
-    optional = ("bind_optimizer", "accumulate_fused", "exchange_s", "window_metrics", "gathered", "watching")
+    optional = (
+        "bind_optimizer",
+        "accumulate_fused",
+        "run_micro_batches",
+        "exchange_s",
+        "window_metrics",
+        "gathered",
+        "watching",
+    )
     methods = [name for name in optional if not hasattr(strategy, name)]
     try:
-        for name in ("acts_on", "accelerator", "sizes"):
+        for name in ("acts_on", "accelerator", "schedules_micro_batches"):
             if not hasattr(strategy, name):
                 setattr(strategy, name, getattr(StrategyDefaults, name))
         if not hasattr(strategy, "data"):
@@ -104,7 +119,8 @@ def complete_strategy(strategy: Any) -> Strategy:
         for name in methods:
             setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
     except AttributeError:
-        lacking = ", ".join(["acts_on", "accelerator", "sizes", "data", "binds_optimizer", *methods])
+        optional_attributes = ["acts_on", "accelerator", "schedules_micro_batches", "data", "binds_optimizer"]
+        lacking = ", ".join([*optional_attributes, *methods])
         raise TypeError(
             f"the strategy {type(strategy).__name__} lacks {lacking}, and no attribute can be added to it; define "
             "them, as tr_core.SingleDevice does"

@@ -303,6 +303,12 @@ class Trainer(TransformersAttributes):
         check_data(args, self.model, self.train_dataset, self.eval_dataset, self.overrides)
         check_label_names(args, self.model, self.loss_function is not None, computes_loss)
         check_options(args, self.strategy)
+        if self.strategy.schedules_micro_batches and self.overrides("training_step"):
+            raise ValueError(
+                "training_step is overridden, and with pp_size a step's micro-batches are scheduled over processes of "
+                "which each computes some layers; override compute_loss, which is called where the last layers are, or "
+                "leave pp_size out"
+            )
         check_step_compile(args, self.strategy, self.model, self.overrides)
         check_evaluation(args, self.model, self.compute_metrics, self.loss_rule.counts)
         is_complete = self._is_built or not self.overrides("_get_output_dir")  # which may need what a subclass sets
@@ -1086,6 +1092,20 @@ class Trainer(TransformersAttributes):
             self.scope.outputs = map_tensors(torch.Tensor.detach, outputs)
         return loss.detach()
 
+    def inputs_of_schedule(self, inputs: Any, num_items: torch.Tensor | None) -> Any:
+        """Return a micro-batch on the device, for a strategy that schedules a step's micro-batches itself.
+
+        What its loss is divided by is looked at here, where all processes can make a forward together.
+        """
+        inputs, rule = self._prepare_inputs(inputs), self.loss_rule
+        if rule.is_open and self.observes_loss(num_items) and num_items is not None:
+            loss_look.observe_training(self, self.model_wrapped, inputs, num_items)
+        if self.scope.size > 1 and self.loss_is_scaled_for_ga is None and rule.divides_itself is None:
+            options = {"num_items_in_batch": num_items} if self._loss_takes_count else {}
+            with torch.no_grad():
+                loss_look.first_loss(self, self.model_wrapped, inputs, options)
+        return inputs
+
     def _split_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with assigned(self, splits_sequences=False), context():
@@ -1796,16 +1816,14 @@ class Trainer(TransformersAttributes):
             sys.modules["accelerate"].Accelerator(cpu=self.args.use_cpu)
 
     def get_tp_size(self) -> int:
-        """Return over how many processes the strategy divides matrices."""
-        return self.strategy.sizes.get("tp_size", 1)
+        """Return how many processes compute each sample together."""
+        return self.strategy.world_size // self.strategy.data.world_size
 
     def get_sp_size(self) -> int:
-        """Return over how many processes the strategy divides sequences, exchanging heads in attention."""
-        return self.strategy.sizes.get("sp_size", 1)
+        """Return 1: no strategy divides sequences between processes."""
+        return 1
 
-    def get_cp_size(self) -> int:
-        """Return over how many processes the strategy divides sequences, with attention in a ring."""
-        return self.strategy.sizes.get("cp_size", 1)
+    get_cp_size = get_sp_size
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move a model to a device, unless its loader placed it; an override is called before a model is first used."""

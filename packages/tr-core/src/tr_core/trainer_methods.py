@@ -32,6 +32,7 @@ class TrainerMethods(Protocol):
         model_wrapped: what the strategy's `prepare` returned.
         processing_class: tokenizer or processor, None if there is none.
         step_function: `training_step`, called with the count as third argument.
+        inputs_of_schedule: moves a micro-batch to the device, for a strategy that schedules a step itself.
         loaders: the data loaders that callbacks get.
         search: the search whose trial this run is; None for any other run.
         has_assignments: whether an assignment acts from the next step.
@@ -50,6 +51,7 @@ class TrainerMethods(Protocol):
     loss_rule: LossRule
     scope: StepScope
     step_function: Callable[..., torch.Tensor]
+    inputs_of_schedule: Callable[..., Any]
     callback_handler: CallbackList
     loaders: dict[str, Any]
     strategy: Strategy

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Self, TypeVar
@@ -143,6 +143,7 @@ class OnDevice:
         device: the device of this process.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters.
         forward_is_collective: whether a forward is an exchange between all ranks, so that each must make as many.
+        schedules_micro_batches: whether `run_micro_batches` has an order of its own.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
@@ -154,6 +155,7 @@ class OnDevice:
     acts_on: frozenset[str] = frozenset()
     binds_optimizer = False
     forward_is_collective = False
+    schedules_micro_batches = False
     rank = 0
     local_rank = 0
     world_size = 1
@@ -189,6 +191,13 @@ class OnDevice:
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
         """Return the context for forward and backward of one micro-batch; without `sync` gradients add up locally."""
         return nullcontext()
+
+    def run_micro_batches(
+        self, model: nn.Module, batches: Iterable[Any], compute: Callable[[Any], torch.Tensor], inputs_of: Any
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Compute each micro-batch of a step when it is its turn, and yield it with its loss."""
+        for batch in batches:
+            yield batch, compute(batch)
 
     def exchange_s(self, model: nn.Module) -> float | None:
         """Return None: how long steps wait for an exchange of gradients is not known."""

@@ -100,31 +100,30 @@ def command(subject: Subject, plan: Plan, given: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def candidates(devices: int, per_machine: int, done: set[str], *, long: bool, experts: bool) -> list[Plan]:
+def candidates(devices: int, per_machine: int, *, long: bool, experts: bool) -> list[Plan]:
     """Return all plans for so many devices, from the one with the fewest exchanges.
 
     Args:
         devices: number of processes.
         per_machine: of them on a machine, within which `sp` and `tp` stay.
-        done: names of the directions that a mesh has here.
         long: whether the sequence is what does not fit, so that it is divided before matrices are.
         experts: whether the model has experts.
     """
     from tr_dist.mesh.estimate import Plan
 
-    def sizes(name: str, most: int) -> list[int]:
-        return [n for n in range(1, most + 1) if most % n == 0] if name in done else [1]
+    def sizes(most: int) -> list[int]:
+        return [n for n in range(1, most + 1) if most % n == 0]
 
     near = min(devices, per_machine)
     found = [
         Plan(devices // together // shards, shards, tp, sp, ep, pp)
-        for pp in sizes("pp", devices)
-        for tp in sizes("tp", near)
-        for sp in sizes("sp", near // tp)
+        for pp in sizes(devices)
+        for tp in sizes(near)
+        for sp in (sizes(near // tp) if pp == 1 else [1])
         if devices % (together := pp * tp * sp) == 0
         for shards in range(1, devices // together + 1)
         if devices // together % shards == 0
-        for ep in (sizes("ep", shards) if experts else [1])
+        for ep in (sizes(shards) if experts and pp == 1 else [1])
     ]
 
     def exchanges(plan: Plan) -> tuple[int, ...]:
@@ -134,20 +133,6 @@ def candidates(devices: int, per_machine: int, done: set[str], *, long: bool, ex
     return sorted(found, key=exchanges)
 
 
-def directions_done() -> set[str]:
-    """Return the names of the directions that a mesh has."""
-    from tr_dist.mesh.strategy import _DIRECTIONS
-
-    return {of_arguments(_NoArguments()).name for of_arguments in _DIRECTIONS}
-
-
-class _NoArguments:
-    """Training arguments of which none is set."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
 def _tried(subject: Subject, work: Work, devices: int, given: Any) -> Iterator[tuple[Plan, str, dict[str, float]]]:
     """Yield each candidate with why it is not possible, or the estimate of its bytes."""
     from tr_dist.mesh.estimate import Plan
@@ -155,7 +140,7 @@ def _tried(subject: Subject, work: Work, devices: int, given: Any) -> Iterator[t
     whole = subject.estimate(Plan(shards=devices), work)
     long = whole["activations"] + whole["logits"] > sum(whole.values()) / 2
     on_machine = min(devices, given.per_machine)
-    plans = candidates(devices, on_machine, directions_done(), long=long, experts=subject.num_experts > 0)
+    plans = candidates(devices, on_machine, long=long, experts=subject.num_experts > 0)
     for plan in plans:
         refused = subject.refusal(plan, work.length)
         yield plan, refused, {} if refused else subject.estimate(plan, work)

@@ -56,6 +56,12 @@ class HardwareFields:
     ep_plan: Annotated[Options, Numbers.OTHER, Later.NEW_TRAINER] = None
     """Which modules ep_size shares out, such as {"layers.*.experts": "experts"}; unset: the model's plan."""
 
+    pp_split: Annotated[list[str] | None, Numbers.OTHER, Later.NEW_TRAINER] = None
+    """First layer of each stage of pp_size but the first, such as ["layers.8"]; unset: as many layers each."""
+
+    pp_schedule: Annotated[Literal["1f1b", "gpipe", "interleaved"], Numbers.OTHER, Later.NEW_TRAINER] = "1f1b"
+    """How micro-batches go through the stages of pp_size: one forward, one backward; all forwards first; in turns."""
+
     skip_memory_metrics: Annotated[bool, Numbers.UNCHANGED, Later.NEW_TRAINER] = True
     """Do not add memory use to the metrics."""
 

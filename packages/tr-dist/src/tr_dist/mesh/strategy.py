@@ -50,7 +50,6 @@ class Mesh(FSDP):
 
     Attributes:
         data: this process among those that compute other samples.
-        sizes: of the directions, named as in `parallelism_config`.
 
     Raises:
         ValueError: the number of processes is not a multiple, or what `FSDP` raises.
@@ -60,8 +59,7 @@ class Mesh(FSDP):
         self, sharding: Sharding | None = None, *, directions: Sequence[Direction] = (), **options: Any
     ) -> None:
         self._directions = directions
-        self.sizes = {f"{direction.name}_size": direction.size for direction in directions}
-        together = " and ".join(self.sizes)
+        together = " and ".join(f"{direction.name}_size" for direction in directions)
         if sharding is not None and sharding.rank0_loads:
             raise ValueError(f"cpu_ram_efficient_loading is not done with {together}; leave it out")
         if options.get("precision") == "fp16":
@@ -75,14 +73,19 @@ class Mesh(FSDP):
         Raises:
             ValueError: they contradict each other.
         """
-        made = (of_arguments(args) for of_arguments in _DIRECTIONS)
         return cls(
             Sharding.from_config(args.fsdp or ("no_shard",), args.fsdp_config, args.parallelism_config or {}),
-            directions=[direction for direction in made if direction.size > 1],
+            directions=cls.directions_of(args),
             find_unused_parameters=bool(args.ddp_find_unused_parameters),
             whole_checkpoints=args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT",
             **common_options(args),
         )
+
+    @classmethod
+    def directions_of(cls, args: Any) -> list[Direction]:
+        """Return the directions that the training arguments give, from the outermost."""
+        made = (of_arguments(args) for of_arguments in _DIRECTIONS)
+        return [direction for direction in made if direction.size > 1]
 
     @property
     def data(self) -> DataRanks:
@@ -115,10 +118,11 @@ class Mesh(FSDP):
         yield
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
-        stages, pieces, parts = (self.sizes.get(name, 1) for name in ("pp_size", "sp_size", "tp_size"))
+        sizes = {direction.name: direction.size for direction in self._directions}
+        stages, pieces, parts = (sizes.get(name, 1) for name in ("pp", "sp", "tp"))
         together = stages * pieces * parts
         if self.world_size % together:
-            product = " x ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "ep_size")
+            product = " x ".join(f"{name}_size={size}" for name, size in sizes.items() if name != "ep")
             raise ValueError(f"{product} does not divide the {self.world_size} processes that were started")
         local, near = environment.local_world_size, pieces * parts
         within = local // near if local and local % near == 0 else None

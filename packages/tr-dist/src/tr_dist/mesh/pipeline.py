@@ -1,0 +1,316 @@
+"""Train stages of layers on a row of processes, by the schedules of `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tr_dist.mesh.direction import Direction
+from tr_dist.mesh.stages import Stages
+
+# name -> the schedule, and how many stages each process has.
+SCHEDULES: dict[str, tuple[Any, int]] = {
+    "1f1b": (Schedule1F1B, 1),
+    "gpipe": (ScheduleGPipe, 1),
+    "interleaved": (ScheduleInterleaved1F1B, 2),
+}
+_KEPT_SCHEDULES = 4  # of the last shapes of micro-batches; each has buffers for what it receives
+
+# Shape and type of the hidden states that a stage takes and gives; None where it takes or gives none.
+Form = tuple[tuple[int, ...], torch.dtype] | None
+
+
+class Pipeline(Direction):
+    """A row of processes that hold stages of layers, and pass hidden states on.
+
+    Args:
+        size: number of processes in a row.
+        split: the first layer of each stage but the first; None divides them evenly.
+        schedule: the order in which micro-batches go through them: a name of `SCHEDULES`.
+
+    Attributes:
+        stages: those of this process, once the model is divided.
+        group: the processes of this row.
+        host: the same, for values on the host.
+        place: number of this process in its row.
+    """
+
+    name = "pp"
+    stages: Stages
+    group: dist.ProcessGroup
+    host: dist.ProcessGroup
+
+    def __init__(self, size: int, split: list[str] | None = None, schedule: str = "1f1b") -> None:
+        self.size, self._split = size, split
+        self._kind, self._each = SCHEDULES[schedule]
+        self._schedules: dict[Any, Any] = {}
+        self._forms: dict[Any, dict[int, tuple[Form, Form]]] = {}
+        self._batches: list[Any] = []
+        self._received: torch.Tensor | None = None
+        self._loss: torch.Tensor | None = None
+        self._step: Step
+
+    def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Cut the model; see `Direction.divide`."""
+        rows = mesh.mesh.flatten(1).T.tolist()
+        self.place, self.group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+        host, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
+        self.host = cast("dist.ProcessGroup", host)  # each process is in one of them
+        self.row = dist.get_process_group_ranks(self.group)
+        parameter = next(model.parameters())
+        self._device, self._wire_is_double = torch.device(mesh.device_type), parameter.dtype == torch.float64
+        self.stages = Stages(model, self._split, self.place, self.size, self._each)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"pp_size={self.size}: stage {self.place} has no parameter that is trained; cut elsewhere by pp_split"
+            )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process computes the losses."""
+        return self.stages.last in self.stages.own
+
+    def run(self, batches: list[Any], step: Step) -> list[torch.Tensor]:
+        """Run forward and backward of micro-batches, and return their losses, on every process of the row.
+
+        Those of one shape that follow each other go through the stages together.
+        """
+        losses: list[torch.Tensor] = []
+        self._step = step
+        try:
+            for shape, group in _by_shape(batches):
+                self._batches, self._inputs = group, [step.inputs_of(batch.inputs) for batch in group]
+                forms = self._forms_of(shape, self._inputs[0])
+                self._losses: list[torch.Tensor] = []
+                numbers = torch.arange(len(group))
+                first = (numbers,) if 0 in self.stages.own else ()
+                target = {"target": numbers} if self.is_last else {}
+                schedule = self._schedule((shape, len(group)), forms, len(group))
+                schedule.step(*first, number=numbers, return_outputs=False, **target)
+                losses += self._losses
+        finally:
+            self._batches, self._inputs, self._received, self._loss = [], [], None, None
+        return self._known_to_all(losses, len(batches))
+
+    def take_loss(self, loss: torch.Tensor) -> None:
+        """Keep a loss for the schedule, which runs its backward when it is its turn."""
+        if self._received is None:
+            raise RuntimeError("pp_size: a backward outside of a step, in which all stages take part")
+        self._loss = loss
+
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the model: of the last stage what is left of it, in a step; else all stages in turn, without gradients.
+
+        Raises:
+            RuntimeError: with gradients, outside of a step.
+        """
+        if self._received is not None:
+            return self.stages.run(self.stages.last, inputs, self._received)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "pp_size: a forward with gradients outside of a step, in which all stages take part; use "
+                "torch.no_grad()"
+            )
+        outputs, _ = self._in_turn(_shape_of(inputs), inputs)
+        return self._from_last(outputs)
+
+    def compute(self, stage: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
+        """Compute a stage before the last for a micro-batch of the step."""
+        with self._step.autocast():
+            hidden = self.stages.run(stage, self._inputs[number], taken)
+        if hidden.requires_grad:
+            hidden.register_hook(self._on_backward)
+        return hidden
+
+    def _on_backward(self, gradient: torch.Tensor) -> None:
+        self._step.begins_backward()
+
+    def _loss_of(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Compute the loss of a micro-batch from what the last stage got, as the Trainer does for a whole model."""
+        self._received, self._loss = hidden, None
+        self._losses.append(self._step.compute(self._batches[int(target)]))
+        loss = self._loss
+        if loss is None:
+            raise RuntimeError("pp_size: the step of a micro-batch called no backward")
+        self._received = None
+        loss.register_hook(self._on_backward)
+        return loss
+
+    def _schedule(self, key: Any, forms: dict[int, tuple[Form, Form]], number: int) -> Any:
+        """Return the schedule for `number` micro-batches of one shape."""
+        if key not in self._schedules:
+            stages = []
+            for index in self.stages.own:
+                taken, given = forms[index]
+                stages.append(
+                    PipelineStage(
+                        Chunk(self, index, self.stages.model),
+                        *(index, self.stages.last + 1, self._step.device),
+                        input_args=(torch.zeros(1, dtype=torch.int64),) if taken is None else (_example(taken),),
+                        output_args=(_example(given or taken),),
+                        group=self.group,
+                    )
+                )
+            options = {"loss_fn": self._loss_of, "scale_grads": False}
+            given_stages = stages if self._each > 1 else stages[0]
+            self._schedules[key] = self._kind_for(number)(given_stages, number, **options)
+            while len(self._schedules) > _KEPT_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+        return self._schedules[key]
+
+    def _kind_for(self, number: int) -> Any:
+        """Return the schedule that was chosen; all forwards first for a number that it does not take."""
+        if self._each > 1:
+            return self._kind if number % max(1, number // self.size) == 0 else ScheduleLoopedBFS
+        return self._kind if number >= self.size else ScheduleGPipe
+
+    def _forms_of(self, shape: Any, inputs: Mapping[str, Any]) -> dict[int, tuple[Form, Form]]:
+        """Return what each stage of this process takes and gives for inputs of a shape: found by a forward, once."""
+        if shape not in self._forms:
+            model = self.stages.model
+            modes = [(module, module.training) for module in model.modules()]
+            devices = [self._step.device] if self._step.device.type != "cpu" else []
+            with torch.no_grad(), self._step.autocast(), torch.random.fork_rng(devices):
+                model.eval()
+                try:
+                    _, self._forms[shape] = self._in_turn(shape, inputs, to_end=False)
+                finally:
+                    for module, was_training in modes:
+                        module.training = was_training
+        return self._forms[shape]
+
+    # Without gradients
+
+    def _in_turn(self, shape: Any, inputs: Mapping[str, Any], *, to_end: bool = True) -> tuple[Any, Any]:
+        """Run the stages of this process when it is their turn; returns the outputs of the last, and all forms."""
+        outputs, forms = None, dict[int, tuple[Form, Form]]()
+        for index in self.stages.own:
+            hidden = None if index == 0 else self._receive((self.place - 1) % self.size)
+            if index == self.stages.last:
+                outputs = self.stages.run(index, inputs, hidden) if to_end else None
+                forms[index] = (_form(hidden), None)
+            else:
+                given = self.stages.run(index, inputs, hidden)
+                self._send(given, (self.place + 1) % self.size)
+                forms[index] = (_form(hidden), _form(given))
+        return outputs, forms
+
+    def _send(self, hidden: torch.Tensor, place: int) -> None:
+        dist.send_object_list([_form(hidden)], self.row[place], group=self.host, device=torch.device("cpu"))
+        dist.send(hidden.contiguous(), self.row[place], group=self.group)
+
+    def _receive(self, place: int) -> torch.Tensor:
+        form: list[Any] = [None]
+        dist.recv_object_list(form, self.row[place], group=self.host, device=torch.device("cpu"))
+        hidden = torch.empty(form[0][0], dtype=form[0][1], device=self._device)
+        dist.recv(hidden, self.row[place], group=self.group)
+        return hidden
+
+    def _from_last(self, outputs: Any) -> Any:
+        """Return the outputs of the process that has the last stage, on every process of the row."""
+        source, leaves, described = self.row[self.size - 1], list[Any](), [None]
+        if self.is_last:
+            leaves, tree = tree_flatten(outputs)
+            kept = (torch.Tensor, int, float, str, bool, type(None))
+            leaves = [leaf if isinstance(leaf, kept) else None for leaf in leaves]  # no caches of keys and values
+            described = [(tree, [_Here(_form(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])]
+        dist.broadcast_object_list(described, source, group=self.host, device=torch.device("cpu"))
+        tree, found = cast("Any", described[0])
+        for number, leaf in enumerate(found):
+            if isinstance(leaf, _Here):
+                shape, dtype = cast("Any", leaf.form)
+                own = torch.empty(shape, dtype=dtype, device=self._device)
+                if self.is_last:
+                    own = cast("torch.Tensor", leaves[number]).contiguous()
+                dist.broadcast(own, source, group=self.group)
+                found[number] = own
+        return tree_unflatten(found, tree)
+
+    def _known_to_all(self, losses: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+        """Return the losses of the step, on every process of the row. One exchange; nothing is read."""
+        dtype = torch.float64 if self._wire_is_double else torch.float32
+        together = (
+            torch.stack(losses).to(dtype) if self.is_last else torch.empty(number, dtype=dtype, device=self._device)
+        )
+        dist.broadcast(together, self.row[self.size - 1], group=self.group)
+        return list(together.unbind())
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a pipeline needs of a step.
+
+    Attributes:
+        device: of this process.
+        compute: runs forward, loss and backward of a micro-batch, and returns its loss.
+        inputs_of: moves the inputs of a micro-batch to the device.
+        autocast: the block around a forward.
+        begins_backward: called when a stage begins the backward of a micro-batch.
+    """
+
+    device: torch.device
+    compute: Callable[[Any], torch.Tensor]
+    inputs_of: Callable[[Any], Any]
+    autocast: Callable[[], AbstractContextManager[object]]
+    begins_backward: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Here:
+    """In the place of a tensor, which is sent by itself."""
+
+    form: Form
+
+
+class Chunk(nn.Module):
+    """A stage, as a schedule calls it: with what the stage before gave, and the number of the micro-batch."""
+
+    def __init__(self, pipeline: Pipeline, stage: int, model: nn.Module) -> None:
+        super().__init__()
+        self._pipeline, self._stage = pipeline, stage
+        self.model = model
+
+    def forward(self, taken: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of a micro-batch; of the last stage those it got, for `_loss_of`."""
+        if self._stage == self._pipeline.stages.last:
+            return taken.view_as(taken)
+        return self._pipeline.compute(self._stage, int(number), None if self._stage == 0 else taken)
+
+
+def _form(tensor: torch.Tensor | None) -> Form:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def _example(form: Form) -> torch.Tensor:
+    shape, dtype = cast("tuple[tuple[int, ...], torch.dtype]", form)
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def _shape_of(inputs: Any) -> tuple[Any, ...]:
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"pp_size: a micro-batch is a mapping of the model's inputs, by name, not a {type(inputs).__name__}"
+        )
+    return tuple((name, _form(value)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+
+
+def _by_shape(batches: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield micro-batches of one shape that follow each other, with the shape."""
+    for shape, group in groupby(batches, key=lambda batch: _shape_of(batch.inputs)):
+        yield shape, list(group)

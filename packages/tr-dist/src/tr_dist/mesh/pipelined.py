@@ -1,0 +1,379 @@
+"""Train a model that is cut into stages: the strategy, and the parts of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from tr_dist.fsdp.settings import Sharding
+from tr_dist.mesh.direction import Direction, sizes_of
+from tr_dist.mesh.pipeline import Pipeline, Step
+from tr_dist.mesh.strategy import Mesh
+from tr_dist.sharded_model import full_state_dict
+from tr_log import get_logger, warning_once
+
+logger = get_logger(__name__)
+
+
+class PipelinedMesh(Mesh):
+    """A mesh in whose outermost direction processes hold stages of layers.
+
+    A step's micro-batches go through the stages by a schedule; the loss is computed where the last stage is, and known
+    everywhere. What the first and the last stage share gets the sum of both gradients.
+
+    Args:
+        sharding: how each stage is divided over those that compute other samples.
+        directions: a `Pipeline`, and those inside it.
+        **options: those of `Mesh`.
+    """
+
+    schedules_micro_batches = True
+
+    def __init__(self, sharding: Sharding | None = None, *, directions: Sequence[Direction], **options: Any) -> None:
+        self._pipeline = next(direction for direction in directions if isinstance(direction, Pipeline))
+        self._pairs: dist.ProcessGroup | None = None
+        super().__init__(sharding, directions=directions, **options)
+
+    @classmethod
+    def directions_of(cls, args: Any) -> list[Direction]:
+        """Return the directions that the training arguments give.
+
+        Raises:
+            ValueError: an argument does not work with stages.
+        """
+        for name, wanted in (("torch_compile", False), ("step_compile", "off"), ("auto_find_batch_size", False),
+                             ("ema_decay", None), ("count_flops", False)):  # fmt: skip
+            if getattr(args, name, wanted) not in (wanted, None):
+                raise ValueError(f"{name} is not done with pp_size; leave it out")
+        if wrong := [name for name in ("sp_size", "ep_size") if sizes_of(args).get(name, 1) > 1]:
+            raise ValueError(
+                f"{wrong[0]} is not done with pp_size; use tp_size, dp_shard_size or dp_replicate_size with it"
+            )
+        pipeline = Pipeline(sizes_of(args)["pp_size"], args.pp_split, args.pp_schedule)
+        return [*super().directions_of(args), pipeline]  # last: plans of the others name modules of the whole model
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Cut the model, divide its stages, and return what passes hidden states on; see `FSDP.prepare`."""
+        prepared = super().prepare(model)
+        tied = self._pipeline.stages.tied
+        ends = self._whole.mesh.flatten(1)[[0, -1]].T.tolist()
+        if tied:
+            group, _ = dist.new_subgroups_by_enumeration(ends, timeout=self._timeout)
+            self._pairs = cast("dist.ProcessGroup | None", group)
+        return _Piped(self._pipeline, prepared)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`, of which this process holds its stages."""
+        return model.module if isinstance(model, _Piped) else model
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
+        """Surround a micro-batch; the schedule decides when gradients are exchanged."""
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Hand the loss to the schedule, which runs its backward."""
+        self._pipeline.take_loss(loss)
+
+    def run_micro_batches(
+        self, model: nn.Module, batches: Iterable[Any], compute: Callable[[Any], torch.Tensor], inputs_of: Any
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Run all micro-batches of a step through the stages, and yield each with its loss."""
+        inner, given = cast("FSDPModule", self.unwrap(model)), list(batches)
+        if len(given) < self._pipeline.size:
+            warning_once(
+                logger,
+                "pp_size=%d and %d micro-batches a step: most processes wait most of the time; raise "
+                "gradient_accumulation_steps, to some %d, and lower per_device_train_batch_size",
+                *(self._pipeline.size, len(given), 4 * self._pipeline.size),
+            )
+        inner.set_requires_gradient_sync(False)
+        left = len(given) * len(self._pipeline.stages.own)
+
+        def begins_backward() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                inner.set_requires_gradient_sync(True)
+
+        step = Step(self.device, compute, inputs_of, self.autocast, begins_backward)
+        losses = self._pipeline.run(given, step)
+        self._check_gradients(self.unwrap(model))
+        self._add_shared()
+        yield from zip(given, losses, strict=True)
+
+    def _shared(self) -> list[torch.Tensor]:
+        """Return the parameters that this process shares with the other end of its row."""
+        tied, parameters = self._pipeline.stages.tied, dict(self._pipeline.stages.model.named_parameters())
+        return [parameters[name] for name in tied if name in parameters] if self._pairs is not None else []
+
+    def _add_shared(self) -> None:
+        for parameter in self._shared():
+            dist.all_reduce(_local(cast("torch.Tensor", parameter.grad)), group=self._pairs)
+
+    def _by_share(
+        self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
+    ) -> dict[float, list[torch.Tensor]]:
+        held_twice = {id(parameter.grad) for parameter in self._shared()}
+        found = dict[float, list[torch.Tensor]]()
+        for gradient, part in zip(gradients, local, strict=True):
+            (share,) = super()._by_share([gradient], [part])
+            share *= self._pipeline.size / (2 if id(gradient) in held_twice else 1)
+            found.setdefault(share, []).append(part)
+        return found
+
+    def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return the parts of a checkpoint, by name: `model`, and `optimizer` if given, of all stages."""
+        stages = AllStages(self._pipeline, self._whole, self._share_again)
+        return self._parts(
+            ModelOfStages(stages, self.unwrap(model)), optimizer and OptimizerOfStages(stages, optimizer)
+        )
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full state dict of all stages in host memory; empty on all ranks but 0. Collective."""
+        stages, inner = self._pipeline.stages, self.unwrap(model)
+        of_stage = self._whole["replicate", "shard", "tp"].get_coordinate()
+        own = full_state_dict(inner, keep=of_stage is not None and not any(of_stage))
+        gathered: list[Any] = [None] * self._pipeline.size
+        dist.all_gather_object(gathered, own, group=self._pipeline.host)
+        if self.rank != 0:
+            return {}
+        found = {name: value for state in reversed(gathered) for name, value in state.items()}
+        if stages.tied:
+            found |= dict.fromkeys(stages.tied, found[stages.tied[0]])
+        return {name: found[name] for name in stages.entries}
+
+    def _share_again(self, tensors: list[torch.Tensor]) -> None:
+        """Give the other end of the row the tensors of the first stage."""
+        for tensor in tensors:
+            dist.broadcast(_local(tensor), self._pipeline.row[0], group=self._pairs)
+
+
+class _Piped(nn.Module):
+    """What the loop calls as the model."""
+
+    def __init__(self, pipeline: Pipeline, module: nn.Module) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the outputs of the whole model, whose last stage is elsewhere perhaps."""
+        return self._pipeline.forward(inputs)
+
+
+class AllStages:
+    """What the processes of a row hold, as if each held all of it: of the others' tensors the form, and no numbers.
+
+    Args:
+        pipeline: the row.
+        mesh: of all processes.
+        share_again: gives the last stage what it shares with the first.
+    """
+
+    def __init__(self, pipeline: Pipeline, mesh: DeviceMesh, share_again: Callable[[list[torch.Tensor]], None]) -> None:
+        self.pipeline, self._mesh, self.share_again = pipeline, mesh, share_again
+        self._meshes: list[DeviceMesh] = []
+
+    @property
+    def borrows(self) -> bool:
+        """Whether this process has parameters of the first stage, because the last shares them."""
+        return bool(self.pipeline.stages.tied) and self.pipeline.is_last
+
+    def of_all(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of all stages, by name. Collective over the row.
+
+        Args:
+            own: entries of this process: tensors, numbers, or mappings of them.
+        """
+        described: list[Any] = [None] * self.pipeline.size
+        dist.all_gather_object(described, {name: _described(value) for name, value in own.items()},
+                               group=self.pipeline.host)  # fmt: skip
+        found: dict[str, Any] = {}
+        for place, entries in enumerate(described):
+            for name, value in entries.items():
+                if name not in found:
+                    found[name] = own[name] if place == self.pipeline.place else self._elsewhere(value, place)
+        return found
+
+    def _elsewhere(self, value: Any, place: int) -> Any:
+        if isinstance(value, dict):
+            return {name: self._elsewhere(inner, place) for name, inner in value.items()}
+        if not isinstance(value, _Divided):
+            return value
+        if not self._meshes:  # collective over the job, at its first save or resume
+            kind, parts = self._mesh.device_type, self._mesh.mesh.flatten(1).tolist()
+            self._meshes = [DeviceMesh(kind, part) for part in parts]
+        size = torch.Size(value.shape)
+        stride = torch.empty(size, device="meta").stride()
+        nothing = torch.empty(0, dtype=value.dtype, device=self._mesh.device_type)
+        return DTensor.from_local(
+            nothing, self._meshes[place], [Replicate()], run_check=False, shape=size, stride=stride
+        )
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """The form of a tensor that processes of another stage hold."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _described(inner) for name, inner in value.items()}
+    if isinstance(value, DTensor):
+        return _Divided(tuple(value.shape), value.dtype)
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+class _Layout:
+    """Allocates tensors for reading a checkpoint, like given ones."""
+
+    def __init__(self, like: Mapping[str, Any]) -> None:
+        self._like = like
+
+    def empty(self, name: str, saved: Any) -> torch.Tensor | None:
+        """Return an uninitialised DTensor of the saved type, in host memory; None for what is read whole."""
+        like = self._like.get(name)
+        if like is None and name.startswith("state."):
+            like = self._like.get(name.split(".")[1])
+        if not isinstance(like, DTensor) or tuple(like.shape) != tuple(saved.shape):
+            return None
+        return torch.empty_like(like, dtype=saved.dtype, device="cpu", requires_grad=False)
+
+
+class ModelOfStages:
+    """The state of a model whose stages several processes hold."""
+
+    def __init__(self, stages: AllStages, model: nn.Module) -> None:
+        self._stages, self._model, self._tied = stages, model, stages.pipeline.stages.tied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors of all stages: those of others without numbers. Collective."""
+        found = self._stages.of_all(self._model.state_dict())
+        if self._tied:
+            found |= dict.fromkeys(self._tied, found[self._tied[0]])
+        return {name: found[name] for name in self._stages.pipeline.stages.entries}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Load the tensors of this process's stages out of such a state. Collective.
+
+        Raises:
+            RuntimeError: it lacks tensors.
+        """
+        own = self._model.state_dict()
+        kept = self._tied if self._stages.borrows else ()
+        if lacking := [name for name in own if name not in state_dict]:
+            raise RuntimeError(f"the saved model lacks {lacking[0]}")
+        self._model.load_state_dict({name: own[name] if name in kept else state_dict[name] for name in own})
+        parameters = dict(self._model.named_parameters())
+        self._stages.share_again([parameters[name].detach() for name in self._tied if name in parameters])
+
+    def tensor_layout(self) -> _Layout:
+        """Return the layout that allocates tensors for reading a checkpoint. Collective."""
+        return _Layout(self.state_dict())
+
+
+class OptimizerOfStages:
+    """The state of an optimizer over parameters of several stages, by their numbers in the whole model."""
+
+    def __init__(self, stages: AllStages, optimizer: torch.optim.Optimizer) -> None:
+        self._stages, self._optimizer = stages, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and groups of all stages. Collective."""
+        own, names, numbers = self._optimizer.state_dict(), self._names(), self._numbers()
+        flat = [name for group in names for name in group]
+        found = self._stages.of_all({flat[number]: state for number, state in own["state"].items()})
+        groups = [
+            {**group, "params": list(given.values())} for group, given in zip(own["param_groups"], numbers, strict=True)
+        ]
+        place = {name: number for given in numbers for name, number in given.items()}
+        state = {number: found[name] for name, number in place.items() if name in found}
+        return {**own, "state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Load what belongs to this process's stages out of such a state. Collective.
+
+        Raises:
+            ValueError: it belongs to other parameters.
+        """
+        names, numbers = self._names(), self._numbers()
+        sizes, saved = [len(given) for given in numbers], [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != saved:
+            raise ValueError(f"the saved optimizer has groups of {saved} parameters, this one of {sizes}")
+        place = {name: number for given in numbers for name, number in given.items()}
+        flat = [name for group in names for name in group]
+        borrowed = set(self._stages.pipeline.stages.tied) if self._stages.borrows else set()
+        state = {
+            number: state_dict["state"][place[name]]
+            for number, name in enumerate(flat)
+            if place[name] in state_dict["state"] and name not in borrowed
+        }
+        counter = iter(range(len(flat)))
+        groups = [
+            {**group, "params": [next(counter) for _ in given]}
+            for group, given in zip(state_dict["param_groups"], names, strict=True)
+        ]
+        self._optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        self._share_state()
+
+    def tensor_layout(self) -> _Layout:
+        """Return the layout that allocates tensors for reading a checkpoint. Collective."""
+        parameters = dict(self._stages.pipeline.stages.model.named_parameters())
+        found = self._stages.of_all(parameters)
+        place = {name: number for given in self._numbers() for name, number in given.items()}
+        return _Layout({str(number): found[name] for name, number in place.items()})
+
+    def _share_state(self) -> None:
+        """Give the last stage the state of the parameters that it shares with the first."""
+        pipeline = self._stages.pipeline
+        if not pipeline.stages.tied:
+            return
+        ends = {name: p for name, p in pipeline.stages.model.named_parameters() if name in pipeline.stages.tied}
+        described: list[Any] = [{name: _described(self._optimizer.state.get(p, {})) for name, p in ends.items()}]
+        dist.broadcast_object_list(described, pipeline.row[0], group=pipeline.host, device=torch.device("cpu"))
+        for name, parameter in ends.items():
+            own = self._optimizer.state[parameter]
+            for key, value in described[0].get(name, {}).items():
+                if self._stages.borrows:
+                    is_divided = isinstance(value, _Divided)
+                    own[key] = torch.zeros_like(parameter, dtype=value.dtype).detach() if is_divided else value
+                if isinstance(value, _Divided):
+                    self._stages.share_again([own[key]])
+
+    def _names(self) -> list[list[str]]:
+        named = {id(p): name for name, p in self._stages.pipeline.stages.model.named_parameters()}
+        return [[named[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def _numbers(self) -> list[dict[str, int]]:
+        """Return the number that each parameter of all stages has in the whole model's optimizer, by group."""
+        row: list[Any] = [None] * self._stages.pipeline.size
+        dist.all_gather_object(row, self._names(), group=self._stages.pipeline.host)
+        if len({len(groups) for groups in row}) > 1:
+            raise ValueError(
+                f"the stages of pp_size have {[len(groups) for groups in row]} groups of parameters; build the "
+                "optimizer with the same groups on each, also where some are empty"
+            )
+        order = {name: number for number, name in enumerate(self._stages.pipeline.stages.names)}
+        counter = iter(range(len(order)))
+        return [
+            {name: next(counter) for name in sorted({*chain.from_iterable(groups)}, key=order.__getitem__)}
+            for groups in zip(*row, strict=True)
+        ]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

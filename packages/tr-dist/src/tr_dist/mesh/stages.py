@@ -1,0 +1,316 @@
+"""Cut a model into stages of layers: what each holds, and what is passed from one to the next."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tr_dist.base import some_of
+
+_HIDDEN = "inputs_embeds"
+
+
+class Elsewhere(nn.Module):
+    """Where another stage has a module: it returns its first input, and has the other's plain attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, first: Any = None, *others: Any, **named: Any) -> Any:
+        """Return the first input."""
+        return first if first is not None or not named else next(iter(named.values()))
+
+
+class Layers(nn.ModuleList):
+    """Layers of which those of one stage compute, and the others return what they get."""
+
+    active: frozenset[int] = frozenset()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        layer = super().__getitem__(number)
+        return layer if number in self.active else Elsewhere(layer)
+
+
+@dataclass
+class Cut:
+    """How a model may be cut.
+
+    Attributes:
+        name: of its list of layers.
+        layers: that list.
+        before: names of the modules that make the first layer's input.
+        after: names of the modules that take the last layer's output.
+        inputs: of the model, which a stage before the last gets.
+        first: those of them that only the first stage gets: `inputs_embeds` is in their place on the others.
+    """
+
+    name: str
+    layers: nn.ModuleList
+    before: list[str]
+    after: list[str]
+    inputs: frozenset[str]
+    first: frozenset[str]
+
+
+def cut_of(model: nn.Module) -> Cut:
+    """Return how a model may be cut: by the plan of a model of transformers, or by its own attribute `pp_plan`.
+
+    A plan has an entry for each module that is called in the forward, in their order, with the names of its inputs and
+    outputs: `{"words": (["input_ids"], ["inputs_embeds"]), "layers": (["inputs_embeds"], ["hidden"]), "head": ...}`.
+
+    Raises:
+        ValueError: there is no plan, or it cannot be followed.
+    """
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    of_transformers = getattr(config, "base_model_pp_plan", None)
+    prefix = getattr(model, "base_model_prefix", "") if of_transformers else ""
+    base: nn.Module = getattr(model, prefix, model) if prefix else model
+    plan: Mapping[str, Any] | None = of_transformers or getattr(model, "pp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"pp_size cuts a model by a plan, and {kind} has none; give it an attribute such as pp_plan = "
+            "{'words': (['input_ids'], ['inputs_embeds']), 'layers': (['inputs_embeds'], ['hidden']), "
+            "'head': (['hidden'], ['logits'])}, and a forward that takes inputs_embeds in place of input_ids"
+        )
+    parameters = inspect.signature(base.forward).parameters
+    if _HIDDEN not in parameters:
+        raise ValueError(f"pp_size needs a forward that takes {_HIDDEN}, and that of {type(base).__name__} does not")
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1:
+        raise ValueError(f"pp_size cuts one list of layers, and the plan of {kind} names {lists or 'none'}")
+    names, own = list(plan), f"{prefix}." if base is not model else ""
+    place = names.index(lists[0])
+    heads = [name for name, _ in model.named_children() if own and name != prefix]
+    # A stage begins its forward with the names that are no module's output.
+    made = {_HIDDEN, "hidden_states", *(name for _, outputs in plan.values() for name in outputs)}
+    first = {name for entry in names[:place] for name in plan[entry][0]} - made
+    taken = set(parameters) if of_transformers else {name for entry in names[: place + 1] for name in plan[entry][0]}
+    return Cut(
+        name=own + lists[0],
+        layers=getattr(base, lists[0]),
+        before=[own + name for name in names[:place]],
+        after=[*(own + name for name in names[place + 1 :]), *heads],
+        inputs=frozenset(taken - made),
+        first=frozenset(first),
+    )
+
+
+def bounds_of(cut: Cut, split: Sequence[str] | None, size: int, each: int) -> list[range]:
+    """Return the numbers of the layers of each stage.
+
+    Args:
+        cut: of the model.
+        split: the first layer of each stage but the first, by name; None divides them evenly.
+        size: number of processes in a row.
+        each: stages that each of them has.
+
+    Raises:
+        ValueError: a name is not a layer's, they are not in order, or there are not enough layers.
+    """
+    number, stages = len(cut.layers), size * each
+    if split is None:
+        if number < stages:
+            raise ValueError(
+                f"pp_size={size} makes {stages} stages of {number} layers; at most {number // each} processes have some"
+            )
+        starts = [round(stage * number / stages) for stage in range(stages)]
+    else:
+        known = {f"{cut.name}.{layer}": layer for layer in range(number)}
+        short = {f"{cut.name.rpartition('.')[2]}.{layer}": layer for layer in range(number)}
+        if unknown := [name for name in split if name not in known and name not in short]:
+            raise ValueError(f"pp_split names {some_of(unknown)}; a stage begins with one of {some_of(list(known))}")
+        starts = [0, *(known.get(name, short.get(name, 0)) for name in split)]
+        if starts != sorted(set(starts)):
+            raise ValueError(f"pp_split={list(split)} must name other layers than the first, in their order")
+        if len(starts) != stages:
+            raise ValueError(
+                f"pp_split begins {len(split)} stages after the first, and pp_size={size} with {each} on each process "
+                f"needs {stages - 1}"
+            )
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], number], strict=True)]
+
+
+class Stages:
+    """The stages of one process, cut out of a model in place: the model keeps its names, and loses the others' modules.
+
+    Args:
+        model: whole, on this process too.
+        split: see `bounds_of`.
+        place: number of this process in its row.
+        size: number of processes in a row.
+        each: stages on each.
+
+    Attributes:
+        own: numbers of the stages of this process.
+        last: number of the last stage of all.
+        names: names of the whole model's parameters, in its order.
+        entries: names in the whole model's state dict, in its order.
+        tied: names of the parameters that the first and the last stage share.
+
+    Raises:
+        ValueError: the model cannot be cut; see `cut_of`, `bounds_of`.
+    """
+
+    def __init__(self, model: nn.Module, split: Sequence[str] | None, place: int, size: int, each: int) -> None:
+        self.model, self.cut = model, cut_of(model)
+        self._bounds = bounds_of(self.cut, split, size, each)
+        self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.own, self.last = range(place, size * each, size), size * each - 1
+        self.names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.entries = list(model.state_dict())
+        self._hidden, self._ends_early = None, False
+        self.tied = self._check_and_find_tied()
+        owner, _, attribute = self.cut.name.rpartition(".")
+        self.layers = Layers(self.cut.layers)
+        setattr(model.get_submodule(owner), attribute, self.layers)
+        self._check_entrance()
+        kept = {number for stage in self.own for number in self._bounds[stage]}
+        for number, layer in enumerate(self.cut.layers):
+            if number not in kept:
+                self.layers[number] = Elsewhere(layer)
+        is_first, is_last = 0 in self.own, self.last in self.own
+        for name in self.cut.before:
+            if not (is_first or (is_last and any(tied.startswith(f"{name}.") for tied in self.tied))):
+                _replace(model, name)
+        self._after = {name: model.get_submodule(name) for name in self.cut.after}
+        for name in self.cut.after:
+            if not is_last:
+                _replace(model, name)
+        for stage in self.own:
+            super(Layers, self.layers).__getitem__(self._bounds[stage][-1]).register_forward_hook(self._keep_hidden)
+        self._refuse_generation()
+        model.register_forward_pre_hook(self._check_begun)
+        model.register_forward_hook(self._give_hidden, with_kwargs=True)
+
+    def run(self, stage: int, inputs: Mapping[str, Any], hidden: torch.Tensor | None) -> Any:
+        """Compute a stage: its hidden states, or of the last stage the model's outputs.
+
+        Args:
+            stage: its number.
+            inputs: of the model, for the whole micro-batch.
+            hidden: what the stage before gave; None for the first.
+        """
+        given = dict(inputs)
+        if stage != self.last:
+            given = {name: value for name, value in given.items() if name in self.cut.inputs}
+        if hidden is not None:
+            given = {name: value for name, value in given.items() if name not in self.cut.first} | {_HIDDEN: hidden}
+        if self._takes_cache:
+            given["use_cache"] = False  # a stage has some of the layers alone
+        with self._active(stage):
+            return self.model(**given)
+
+    @contextmanager
+    def _active(self, stage: int) -> Iterator[None]:
+        self.layers.active = frozenset(self._bounds[stage])
+        self._ends_early = stage != self.last
+        swapped = self._after if self._ends_early and self.last in self.own else {}
+        for name in swapped:
+            _replace(self.model, name)
+        try:
+            yield
+        finally:
+            self._hidden, self._ends_early, self.layers.active = None, False, frozenset()
+            for name, module in swapped.items():
+                self.model.set_submodule(name, module)
+
+    def _check_begun(self, model: nn.Module, inputs: Any) -> None:
+        if not self.layers.active:
+            raise RuntimeError(
+                f"this process holds some layers of {type(model).__name__} alone (pp_size); call model_wrapped, on "
+                "every process, which passes hidden states on"
+            )
+
+    def _keep_hidden(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        if self._ends_early:  # not where a layer is computed again for its gradients
+            self._hidden = output[0] if isinstance(output, tuple) else output
+
+    def _give_hidden(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> Any:
+        """Replace the model's outputs by the hidden states, where others go on with them."""
+        return self._hidden if self._ends_early else None
+
+    def _refuse_generation(self) -> None:
+        def generate(*inputs: Any, **options: Any) -> Any:
+            raise RuntimeError(
+                "pp_size: stages do not generate, since each token would pass all of them by itself; save the model, "
+                "and generate with one process or with tp_size"
+            )
+
+        if callable(getattr(self.model, "generate", None)):
+            cast("Any", self.model).generate = generate
+
+    def _check_and_find_tied(self) -> list[str]:
+        """Return the names of parameters that modules before and after the layers share.
+
+        Raises:
+            ValueError: a parameter belongs to no stage, or is shared otherwise.
+        """
+        places = (("before", self.cut.before), ("layers", [self.cut.name]), ("after", self.cut.after))
+        held: dict[int, set[str]] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            where = [place for place, modules in places if any(name.startswith(f"{each}.") for each in modules)]
+            if not where:
+                raise ValueError(f"pp_size: {name} belongs to none of the modules of the plan, so to no stage")
+            held.setdefault(id(parameter), set()).add(where[0])
+            names.setdefault(id(parameter), []).append(name)
+        if wrong := [names[key][0] for key, where in held.items() if len(where) > 1 and "layers" in where]:
+            raise ValueError(f"pp_size: {some_of(wrong)} are shared by layers and what is around them")
+        return [name for key, where in held.items() if where == {"before", "after"} for name in names[key]]
+
+    @torch.no_grad()
+    def _check_entrance(self) -> None:
+        """Check that what enters between two layers leaves there unchanged: nothing else of the forward changes it.
+
+        Raises:
+            ValueError: it does not, as where embeddings are scaled or positions added outside of their modules.
+        """
+        model, parameter = self.model, next(self.model.parameters())
+        entered, left = torch.randn(1, 4, self._width()), list[Any]()
+        entered = entered.to(parameter.device, parameter.dtype)
+        probe = Elsewhere(nn.Identity())
+        probe.register_forward_hook(lambda module, inputs, output: left.append(output))
+        afterwards = {name: model.get_submodule(name) for name in self.cut.after}
+        for name in afterwards:
+            model.set_submodule(name, probe)
+        given: dict[str, Any] = {_HIDDEN: entered} | ({"use_cache": False} if self._takes_cache else {})
+        said = ""
+        try:
+            model(**given)
+        except Exception as error:  # the user's own forward
+            said = f" ({type(error).__name__}: {error})"
+        finally:
+            for name, module in afterwards.items():
+                model.set_submodule(name, module)
+        is_same = bool(left) and isinstance(left[0], torch.Tensor) and torch.equal(left[0], entered)
+        if said or not is_same:
+            raise ValueError(
+                f"pp_size: {type(model).__name__} does not hand {_HIDDEN} unchanged from layer to layer{said}; its "
+                "forward must do nothing but look up embeddings before its layers"
+            )
+
+    def _width(self) -> int:
+        for name in self.cut.before:
+            module = self.model.get_submodule(name)
+            if isinstance(module, nn.Embedding):
+                return module.embedding_dim
+        raise ValueError(f"pp_size: none of {self.cut.before} is an Embedding, whose size hidden states would have")
+
+
+def _replace(model: nn.Module, name: str) -> None:
+    model.set_submodule(name, Elsewhere(model.get_submodule(name)))

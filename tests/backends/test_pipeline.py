@@ -1,0 +1,167 @@
+"""Stages of layers on a row of processes: the numbers of one process by every schedule, on every mesh."""
+
+import pytest
+import torch
+from test_mesh import ALONE, HEADS, SHARDED, SMALL, assert_close, in_the_night, train_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tr_dist.testing import run_ranks
+
+pytestmark = pytest.mark.column("mesh")
+
+
+class Plain(nn.Module):
+    """Takes hidden states in place of words, and says what comes before and after its layers."""
+
+    pp_plan = {
+        "words": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["inputs_embeds"], ["hidden"]),
+        "head": (["hidden"], ["logits"]),
+    }
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(24, 8), nn.Linear(8, 24, bias=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+
+    def loss_function(self, logits, labels, num_items_in_batch=None):
+        how = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=how)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    def forward(self, input_ids=None, inputs_embeds=None, labels=None, **kwargs):
+        hidden = self.words(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        return (
+            {"logits": logits}
+            if labels is None
+            else {"loss": self.loss_function(logits, labels, **kwargs), "logits": logits}
+        )
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": 4}, **HEADS, **options))
+
+
+def qwen():
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL | {"num_hidden_layers": 4}, **HEADS))
+
+
+MODELS = {"plain": Plain, "llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "qwen": qwen}
+
+
+def train(folder, name, options, *arguments):
+    return train_model(folder, MODELS[name](), options, *arguments)
+
+
+def row_of(world, sizes, replicas, **options):
+    return world, {"parallelism_config": sizes, "per_device_train_batch_size": 4 // replicas, **options}
+
+
+FORMS = {
+    "pp 2": row_of(2, "pp=2", 1),
+    "pp 4": row_of(4, "pp=4", 1),
+    "all forwards first": row_of(2, "pp=2", 1, pp_schedule="gpipe"),
+    "interleaved": row_of(2, "pp=2", 1, pp_schedule="interleaved"),
+    "uneven": row_of(2, "pp=2", 1, pp_split=["layers.1"]),
+    "pp 2, replicas 2": row_of(4, "pp=2", 2),
+    "pp 2, shards 2": row_of(4, "pp=2,dp_shard=2", 2, **SHARDED),
+    "pp 2, tp 2": row_of(4, "pp=2,tp=2", 1),
+}
+
+
+@pytest.mark.row("numbers")
+@pytest.mark.parametrize(
+    ("name", "form"),
+    in_the_night(
+        ("tied", "pp 2"),
+        ("plain", "pp 2"),
+        ("llama", "pp 4"),
+        ("plain", "all forwards first"),
+        ("llama", "interleaved"),
+        ("tied", "interleaved"),
+        ("plain", "uneven"),
+        ("qwen", "pp 2, replicas 2"),
+        ("tied", "pp 2, shards 2"),
+        ("plain", "pp 2, shards 2"),
+        ("llama", "pp 2, tp 2"),
+        ("tied", "pp 2, tp 2"),
+    ),
+)
+def test_stages_give_the_numbers_of_one_process(name, form, tmp_path):
+    accumulated = {"gradient_accumulation_steps": 3, "per_device_eval_batch_size": 2}
+    world, options = FORMS[form]
+    alone = train(str(tmp_path / "alone"), name, ALONE | accumulated)
+    for rank in run_ranks(train, world, str(tmp_path / "mesh"), name, options | accumulated, timeout_s=300):
+        assert_close(rank, alone, 2e-5)
+    assert alone[1].keys() == rank[1].keys() or not rank[1]
+
+
+@pytest.mark.row("resize")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    in_the_night(
+        ("pp 2", "alone"),
+        ("alone", "pp 2"),
+        ("pp 2, shards 2", "pp 2"),
+        ("pp 2, tp 2", "interleaved"),
+        ("pp 2, replicas 2", "pp 2, tp 2"),
+    ),
+)
+def test_a_run_goes_on_on_other_stages(first, second, tmp_path):
+    def run(form, folder, *arguments):
+        world, options = (1, ALONE) if form == "alone" else FORMS[form]
+        options = options | {"gradient_accumulation_steps": 2}
+        if world == 1:
+            return train(folder, "tied", options, *arguments)
+        return run_ranks(train, world, folder, "tied", options, *arguments, timeout_s=300)[0]
+
+    whole = run("alone", str(tmp_path / "whole"))
+    folder = str(tmp_path / "out")
+    run(first, folder, 2)
+    resumed = run(second, folder, 4, True)
+    assert_close((resumed[0][-4:], resumed[1]), (whole[0][-4:], whole[1]), 2e-5)
+    exported = LlamaForCausalLM.from_pretrained(f"{folder}/model").state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in resumed[1].items())
+
+
+@pytest.mark.slow
+@pytest.mark.row("resume")
+def test_a_run_of_stages_that_stopped_goes_on_to_the_same_bits(tmp_path):
+    def run(folder, *arguments):
+        return run_ranks(train, 2, str(tmp_path / folder), "tied", FORMS["pp 2"][1], *arguments, timeout_s=300)[0]
+
+    whole = run("whole")
+    run("out", 2)
+    history, weights = run("out", 4, True)
+    assert history[-4:] == whole[0][-4:]
+    assert all(torch.equal(value, whole[1][name]) for name, value in weights.items())
+
+
+def ragged(folder, options):
+    """Train on rows of two lengths, so that micro-batches of a step have other shapes."""
+    from tr_core import Trainer, TrainingArguments
+
+    data = [{"input_ids": torch.arange(n) % 24, "labels": torch.arange(n) % 24} for n in (4, 4, 6, 6, 4, 4) * 2]
+    options = {"max_steps": 2, "gradient_accumulation_steps": 3, "report_to": "none", "use_cpu": True} | options
+    order = {"train_sampling_strategy": "sequential", "save_strategy": "no", "disable_tqdm": True}
+    args = TrainingArguments(folder, logging_steps=1, per_device_train_batch_size=2, **order, **options)
+    trainer = Trainer(MODELS["llama"](), args, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.strategy.close()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.row("numbers")
+def test_micro_batches_of_several_shapes_give_the_numbers_of_one_process(tmp_path):
+    alone = ragged(str(tmp_path / "alone"), {})
+    for losses in run_ranks(ragged, 2, str(tmp_path / "mesh"), {"parallelism_config": "pp=2"}, timeout_s=300):
+        assert losses == pytest.approx(alone, rel=2e-5)
