@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from tr_dist.fake_ranks import fake_rank
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.mesh import Mesh
+from tr_dist.mesh.sequence import Sequences
 from tr_dist.mesh.tensor import Tensor, check_sizes, plan_of
 
 
@@ -80,3 +82,11 @@ def test_a_process_knows_its_place_and_says_once_where_neighbours_are_apart(capl
             mesh.close()
     said = [record.getMessage() for record in caplog.records if "exchange in every layer" in record.getMessage()]
     assert len(said) == warnings
+
+
+def test_pieces_of_a_sequence_are_those_of_processes_with_the_same_part_of_matrices():
+    with fake_rank(13, 16):
+        pieces = Sequences(2)
+        mesh = Mesh(Sharding("hybrid_shard", replicas=2), directions=[pieces, Tensor(2)], use_cpu=True)
+        assert (pieces.rank, dist.get_process_group_ranks(pieces.group)) == (0, [13, 15])
+        mesh.close()

@@ -6,9 +6,9 @@ import inspect
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tr_dist.mesh.attention import AttentionOfTransformers, Exchange
+from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, sizes_that_divide
 from tr_dist.mesh.tensor import HEADS
 
@@ -112,19 +113,24 @@ class Sequences(Direction):
     """
 
     name = "sp"
+    division: Division  # of the batch that is computed
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.division: Division | None = None
         self.state: str | None = None  # whether now "pieces" are computed, or a "whole" short batch; None outside
         self.seen: Counter[str] = Counter()  # attentions that exchanged
         self._forms: dict[Any, list[str]] = {}
         self._is_looking = False
-        self._leave: Callable[[], None] | None = None
+        self._around = ExitStack()  # what a forward in pieces is in
         self._rules: list[str] = []
         self._keeps_pieces = False
         self._mode = _AttentionOfTorch(self)
         self._of_transformers: AttentionOfTransformers | None = None
+
+    def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
+        """Make the groups of those that have a sequence; see `Direction.join`."""
+        pieces = among(ranks.transpose(3, 4).reshape(-1, self.size).tolist())
+        self.group, self.rank = pieces.group, pieces.rank
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Check the sizes, and have attention exchange; see `Direction.divide`."""
@@ -141,11 +147,6 @@ class Sequences(Direction):
                 of_each = f"{name}={number}" + (f" of which tp_size={parts} leaves {number // parts}" * (parts > 1))
                 others = sizes_that_divide(number // parts)
                 raise ValueError(f"sp_size={self.size} does not divide {of_each}; {others} do")
-        shape = (*mesh.mesh.shape[:-2], -1, self.size, parts)
-        groups = mesh.mesh.view(shape).transpose(-1, -2).reshape(-1, self.size).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(groups)
-        self.group = cast("dist.ProcessGroup", group)  # this process is in one of them
-        self.rank = dist.get_rank(self.group)
         self._of_transformers = AttentionOfTransformers(self, model)
 
     def finish(self, model: nn.Module) -> None:
@@ -182,14 +183,13 @@ class Sequences(Direction):
             "label" in name for name in named if named[name] is not None
         )
         pieces = self._split(model, named)
-        self._leave = self._enter(model)
+        self._enter(model)
         return (), pieces
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> Any:
-        if self._is_looking or self._leave is None:
+        if self._is_looking or self.state is None:
             return None
-        self._leave()
-        self._leave = None
+        self._around.close()
         if output is None:  # the forward failed
             return None
         leaves, structure = tree_flatten(output)
@@ -200,22 +200,14 @@ class Sequences(Direction):
             )
         return tree_unflatten(list(map(self._join, leaves, self._rules)), structure)
 
-    def _enter(self, model: nn.Module) -> Callable[[], None]:
-        """Begin a forward in pieces; the returned function ends it. Each piece draws other dropout, from one state."""
-        mode = self._mode if self._is_looking or self.seen["torch"] else None
-        state = _Randomness(self.rank, next(model.parameters()).device) if model.training else None
+    def _enter(self, model: nn.Module) -> None:
+        """Begin a forward in pieces, which `_around` ends."""
         self.state = "pieces"
-        if mode is not None:
-            mode.__enter__()
-
-        def leave() -> None:
-            self.state = None
-            if mode is not None:
-                mode.__exit__(None, None, None)
-            if state is not None:
-                state.put_back()
-
-        return leave
+        self._around.callback(setattr, self, "state", None)
+        if self._is_looking or self.seen["torch"]:
+            self._around.enter_context(self._mode)
+        if model.training:
+            self._around.enter_context(_other_numbers(self.rank, next(model.parameters()).device))
 
     def _split(self, model: nn.Module, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return this process's pieces of the inputs, and note how they are divided.
@@ -259,17 +251,12 @@ class Sequences(Direction):
         if rule == "sum":
             return _AddUp.apply(value, self.group)
         if rule == "mean":
-            share = self._current.share.to(value.device)
+            share = self.division.share.to(value.device)
             # A mean over no target is NaN, and is no part of the mean over all.
             return _AddUp.apply(torch.where(share == 0, 0, value) * share.to(value.dtype), self.group)
         if rule == "piece" and self._keeps_pieces:
             return InPieces()
-        return self.gather(value)[:, : self._current.length] if rule == "piece" else value
-
-    @property
-    def _current(self) -> Division:
-        assert self.division is not None
-        return self.division
+        return self.gather(value)[:, : self.division.length] if rule == "piece" else value
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Return the pieces of all processes joined along dimension 1."""
@@ -284,7 +271,7 @@ class Sequences(Direction):
         Raises:
             ValueError: it is not attention within the sequence, or heads cannot be shared out.
         """
-        piece = self._current.piece
+        piece = self.division.piece
         for value in values:
             if value.dim() != 4 or value.shape[2] != piece:
                 raise ValueError(
@@ -302,7 +289,7 @@ class Sequences(Direction):
         Raises:
             ValueError: what it is for other pieces is unknown.
         """
-        now = self._current
+        now = self.division
         length, is_padded = now.piece * self.size, now.piece * self.size > now.length
         is_there = torch.arange(length, device=device) < now.length
         if mask is None:
@@ -342,12 +329,11 @@ class Sequences(Direction):
                 self.state = "whole"
                 expected, _ = tree_flatten(model(**short))
                 pieces = self._split(model, short)
-                self._leave = self._enter(model)
+                self._enter(model)
                 found, _ = tree_flatten(model(**pieces))
         finally:
-            if self._leave is not None:
-                self._leave()
-            self._leave, self.state, self._is_looking = None, None, False
+            self._around.close()
+            self.state, self._is_looking = None, False
             for module, was in modes:
                 module.training = was
             torch.clear_autocast_cache()  # it has weights without gradients
@@ -391,8 +377,8 @@ class Sequences(Direction):
             return {name: _error(whole, self._join(part, name)) for name in names}
         if whole.shape == part.shape:
             return {"as it is": _error(whole, part)}
-        if whole.dim() > 1 and whole.shape[:1] == part.shape[:1] and part.shape[1] == self._current.piece:
-            joined = self.gather(part)[:, : self._current.length]
+        if whole.dim() > 1 and whole.shape[:1] == part.shape[:1] and part.shape[1] == self.division.piece:
+            joined = self.gather(part)[:, : self.division.length]
             if joined.shape == whole.shape:
                 mask = short.get("attention_mask")
                 is_there = slice(None) if mask is None or mask.shape != whole.shape[:2] else mask.bool()
@@ -420,24 +406,23 @@ class _AttentionOfTorch(TorchFunctionMode):
         return Exchange.apply(func(*states, **bound), sequences.group, 2, 1)
 
 
-class _Randomness:
-    """Draws other numbers for each piece in a block, and goes on afterwards from what all pieces have in common.
+@contextmanager
+def _other_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Draw other numbers for each piece in a block, and go on afterwards from what all pieces have in common.
 
     So the state that is saved is that of all processes of a sequence, and does not change where nothing is drawn.
     """
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._generators: Any = torch if device.type == "cpu" else torch.get_device_module(device)
-        self._device = device
-        self._before = self._generators.get_rng_state()
-        self._generators.manual_seed(zlib.crc32(self._before.numpy().tobytes()) + (rank << 32))
-        self._seeded = self._generators.get_rng_state()
-
-    def put_back(self) -> None:
-        drew = not torch.equal(self._generators.get_rng_state(), self._seeded)
-        self._generators.set_rng_state(self._before)
+    generators: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    before = generators.get_rng_state()
+    generators.manual_seed(zlib.crc32(before.numpy().tobytes()) + (rank << 32))
+    seeded = generators.get_rng_state()
+    try:
+        yield
+    finally:
+        drew = not torch.equal(generators.get_rng_state(), seeded)
+        generators.set_rng_state(before)
         if drew:
-            torch.rand((), device=self._device)
+            torch.rand((), device=device)
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,12 +441,11 @@ def _named(model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) ->
 
 
 def _form(named: Mapping[str, Any]) -> frozenset[Any]:
-    def kind(value: Any) -> Any:
-        return (
-            value if isinstance(value, bool | int | float | str) else (type(value).__name__, getattr(value, "ndim", 0))
-        )
-
-    return frozenset((name, kind(value)) for name, value in named.items() if value is not None)
+    return frozenset(
+        (name, value if isinstance(value, bool | int | float | str) else (type(value), getattr(value, "ndim", 0)))
+        for name, value in named.items()
+        if value is not None
+    )
 
 
 def _parameters(model: nn.Module) -> dict[str, Any]:
