@@ -253,3 +253,26 @@ def test_an_optimizer_that_cannot_follow_divided_matrices_is_refused(optim, tmp_
     for text in run_ranks(refusal, 2, str(tmp_path), options, timeout_s=300):
         assert REFUSALS[optim] in text
     record_property("refused", "it needs what a divided matrix does not give")
+
+
+def write_page(folder):
+    args = TrainingArguments(
+        folder,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        parallelism_config="tp=2",
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(llama(), args, train_dataset=rows(8))
+    trainer.train()
+    trainer.strategy.close()
+
+
+@pytest.mark.slow
+def test_the_page_of_a_run_has_the_sizes_of_its_mesh(tmp_path):
+    run_ranks(write_page, 2, str(tmp_path), timeout_s=300)
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert """["processes","2 ({'tp_size': 2})"]""" in page

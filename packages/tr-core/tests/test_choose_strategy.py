@@ -8,7 +8,7 @@ import torch
 
 from tr_core import SingleDevice, Trainer, TrainingArguments, plugins
 from tr_core import choose_strategy as xla_devices
-from tr_core.choose_strategy import belongs_on_xla, choose_strategy, has_tpu
+from tr_core.choose_strategy import belongs_on_xla, choose_strategy, has_tpu, usable_strategy
 
 ZERO = {"zero_optimization": {"stage": 2}}
 
@@ -36,6 +36,34 @@ def test_matrices_that_a_given_strategy_does_not_divide_are_refused(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, parallelism_config="tp=2")
     with pytest.raises(ValueError, match="tp_size=2, and strategy='SingleDevice' has 1 process"):
         Trainer(torch.nn.Linear(1, 1), args, strategy=SingleDevice("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "has", "said"),
+    [
+        ("ep=2", {}, "has ep_size=2, and strategy='Given' has ep_size=1; leave it out"),
+        ("ep=2", {"ep_size": 4}, "has ep_size=2, and strategy='Given' has ep_size=4"),
+        ("tp=2,sp=3", {"sp_size": 6}, "has sp_size=3 x tp_size=2, and strategy='Given' has sp_size=6 x tp_size=1"),
+    ],
+)
+def test_a_given_strategy_that_has_other_sizes_is_refused(tmp_path, given, has, said):
+    class Given(SingleDevice):
+        sizes = has
+        data = SimpleNamespace(world_size=1, rank=0)
+        world_size = 6 if "sp" in given else 1
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, parallelism_config=given)
+    with pytest.raises(ValueError, match=said):
+        usable_strategy(args, Given("cpu"))
+
+
+def test_sizes_are_those_of_the_strategy(tmp_path):
+    class Given(SingleDevice):
+        sizes = {"sp_size": 2, "tp_size": 4, "ep_size": 8}
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, parallelism_config="ep=8")
+    trainer = Trainer(torch.nn.Linear(1, 1), args, strategy=Given("cpu"))
+    assert (trainer.get_tp_size(), trainer.get_sp_size(), trainer.get_cp_size()) == (4, 2, 1)
 
 
 # The launcher

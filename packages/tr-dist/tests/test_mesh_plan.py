@@ -79,6 +79,7 @@ def test_a_process_knows_its_place_and_says_once_where_neighbours_are_apart(capl
             mesh = Mesh(Sharding("hybrid_shard", replicas=2), directions=[Tensor(tp)], use_cpu=True)
             inside = 16 // tp // 2
             assert mesh.coordinates == {"dp_replicate": 1, "dp_shard": 13 // tp % inside, "tp": 13 % tp}
+            assert mesh.sizes == {"tp_size": tp}
             mesh.close()
     said = [record.getMessage() for record in caplog.records if "exchange in every layer" in record.getMessage()]
     assert len(said) == warnings

@@ -48,7 +48,8 @@ def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
     Raises:
         TypeError: methods are missing and cannot be added to the given object.
         ValueError: see `choose_strategy`; a launcher started several processes, and each would train a model of its
-            own; or `fsdp` or `deepspeed` is set, and the strategy does not act on it.
+            own; `fsdp` or `deepspeed` is set, and the strategy does not act on it; or it has other sizes than
+            `parallelism_config`.
     """
     strategy = complete_strategy(choose_strategy(args) if given is None else given)
     name = args.strategy if given is None else type(given).__name__
@@ -65,6 +66,16 @@ def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
         raise ValueError(
             f"parallelism_config has {_shown(wanted)}, and strategy={name!r} has {together} process(es) compute a "
             "sample; leave it out, or pass no strategy and leave the choice to strategy='auto'"
+        )
+    divided = strategy.sizes
+    others = {size: number for size, number in wanted.items() if divided and divided.get(size, 1) != number}
+    if (experts := sizes.get("ep_size", 1)) not in (1, divided.get("ep_size", 1)):
+        others["ep_size"] = experts
+    if others:
+        raise ValueError(
+            f"parallelism_config has {_shown(others)}, and strategy={name!r} has "
+            f"{_shown({size: divided.get(size, 1) for size in others})}; leave it out, or pass no strategy and leave "
+            "the choice to strategy='auto'"
         )
     started = _started_processes()
     if strategy.world_size == 1 < started:

@@ -107,6 +107,8 @@ class Strategy(Collectives, Protocol):
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters; the loop then does not.
         schedules_micro_batches: whether `run_micro_batches` has an order of its own, in which not every process
             computes each loss. Overrides of a step are refused then.
+        sizes: numbers of processes, above 1, over which each sample, or the experts, are divided, named as in
+            `parallelism_config`: `tp_size`.
     """
 
     acts_on: frozenset[str]
@@ -114,6 +116,7 @@ class Strategy(Collectives, Protocol):
     forward_is_collective: bool
     binds_optimizer: bool
     schedules_micro_batches: bool
+    sizes: Mapping[str, int]
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -53,6 +53,7 @@ class StrategyDefaults:
     accumulate: Callable[..., AbstractContextManager[object]]
     acts_on: frozenset[str] = frozenset()
     accelerator: Any = None
+    sizes: Mapping[str, int] = {}
     binds_optimizer = False
     schedules_micro_batches = False
 
@@ -109,7 +110,7 @@ def complete_strategy(strategy: Any) -> Strategy:
     )
     methods = [name for name in optional if not hasattr(strategy, name)]
     try:
-        for name in ("acts_on", "accelerator", "schedules_micro_batches"):
+        for name in ("acts_on", "accelerator", "sizes", "schedules_micro_batches"):
             if not hasattr(strategy, name):
                 setattr(strategy, name, getattr(StrategyDefaults, name))
         if not hasattr(strategy, "data"):
@@ -119,7 +120,7 @@ def complete_strategy(strategy: Any) -> Strategy:
         for name in methods:
             setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
     except AttributeError:
-        optional_attributes = ["acts_on", "accelerator", "schedules_micro_batches", "data", "binds_optimizer"]
+        optional_attributes = ["acts_on", "accelerator", "sizes", "schedules_micro_batches", "data", "binds_optimizer"]
         lacking = ", ".join([*optional_attributes, *methods])
         raise TypeError(
             f"the strategy {type(strategy).__name__} lacks {lacking}, and no attribute can be added to it; define "

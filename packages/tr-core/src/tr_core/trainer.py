@@ -1816,14 +1816,16 @@ class Trainer(TransformersAttributes):
             sys.modules["accelerate"].Accelerator(cpu=self.args.use_cpu)
 
     def get_tp_size(self) -> int:
-        """Return how many processes compute each sample together."""
-        return self.strategy.world_size // self.strategy.data.world_size
+        """Return over how many processes the strategy divides matrices."""
+        return self.strategy.sizes.get("tp_size", 1)
 
     def get_sp_size(self) -> int:
-        """Return 1: no strategy divides sequences between processes."""
-        return 1
+        """Return over how many processes the strategy divides sequences, exchanging heads in attention."""
+        return self.strategy.sizes.get("sp_size", 1)
 
-    get_cp_size = get_sp_size
+    def get_cp_size(self) -> int:
+        """Return over how many processes the strategy divides sequences, with attention in a ring."""
+        return self.strategy.sizes.get("cp_size", 1)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move a model to a device, unless its loader placed it; an override is called before a model is first used."""

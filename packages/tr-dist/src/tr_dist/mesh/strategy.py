@@ -50,6 +50,7 @@ class Mesh(FSDP):
 
     Attributes:
         data: this process among those that compute other samples.
+        sizes: of the directions, named as in `parallelism_config`.
 
     Raises:
         ValueError: the number of processes is not a multiple, or what `FSDP` raises.
@@ -59,7 +60,8 @@ class Mesh(FSDP):
         self, sharding: Sharding | None = None, *, directions: Sequence[Direction] = (), **options: Any
     ) -> None:
         self._directions = directions
-        together = " and ".join(f"{direction.name}_size" for direction in directions)
+        self.sizes = {f"{direction.name}_size": direction.size for direction in directions}
+        together = " and ".join(self.sizes)
         if sharding is not None and sharding.rank0_loads:
             raise ValueError(f"cpu_ram_efficient_loading is not done with {together}; leave it out")
         if options.get("precision") == "fp16":
@@ -118,11 +120,10 @@ class Mesh(FSDP):
         yield
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
-        sizes = {direction.name: direction.size for direction in self._directions}
-        stages, pieces, parts = (sizes.get(name, 1) for name in ("pp", "sp", "tp"))
+        stages, pieces, parts = (self.sizes.get(name, 1) for name in ("pp_size", "sp_size", "tp_size"))
         together = stages * pieces * parts
         if self.world_size % together:
-            product = " x ".join(f"{name}_size={size}" for name, size in sizes.items() if name != "ep")
+            product = " x ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "ep_size")
             raise ValueError(f"{product} does not divide the {self.world_size} processes that were started")
         local, near = environment.local_world_size, pieces * parts
         within = local // near if local and local % near == 0 else None
