@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from test_mesh import ALONE, HEADS, SHARDED, SMALL, assert_close, in_the_night, train_model
+from test_mesh import ALONE, HEADS, SHARDED, SMALL, assert_close, in_the_night, rows, train_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
 pytestmark = pytest.mark.column("mesh")
+QUIET = {"report_to": "none", "disable_tqdm": True, "log_level": "error"}
 
 
 class Plain(nn.Module):
@@ -146,8 +148,6 @@ def test_a_run_of_stages_that_stopped_goes_on_to_the_same_bits(tmp_path):
 
 def ragged(folder, options):
     """Train on rows of two lengths, so that micro-batches of a step have other shapes."""
-    from tr_core import Trainer, TrainingArguments
-
     data = [{"input_ids": torch.arange(n) % 24, "labels": torch.arange(n) % 24} for n in (4, 4, 6, 6, 4, 4) * 2]
     options = {"max_steps": 2, "gradient_accumulation_steps": 3, "report_to": "none", "use_cpu": True} | options
     order = {"train_sampling_strategy": "sequential", "save_strategy": "no", "disable_tqdm": True}
@@ -165,3 +165,89 @@ def test_micro_batches_of_several_shapes_give_the_numbers_of_one_process(tmp_pat
     alone = ragged(str(tmp_path / "alone"), {})
     for losses in run_ranks(ragged, 2, str(tmp_path / "mesh"), {"parallelism_config": "pp=2"}, timeout_s=300):
         assert losses == pytest.approx(alone, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param({"bf16": True}, 0.05, marks=pytest.mark.row("bf16"), id="bf16"),
+        pytest.param({"gradient_checkpointing": True}, 2e-5, marks=pytest.mark.row("recompute"), id="recomputed"),
+        pytest.param({"label_smoothing_factor": 0.1}, 2e-5, id="smoothed labels"),
+        pytest.param({"on_nonfinite": "skip"}, 2e-5, id="guard"),
+        pytest.param({"optim": "sgd"}, 2e-5, marks=pytest.mark.row("optim sgd"), id="sgd"),
+        pytest.param({"optim": "adafactor"}, 2e-5, marks=pytest.mark.row("optim adafactor"), id="adafactor"),
+    ],
+)
+def test_what_a_run_of_stages_may_have_beside_gives_the_numbers_of_one_process(options, tolerance, tmp_path):
+    options = options | {"gradient_accumulation_steps": 2}
+    alone = train(str(tmp_path / "alone"), "tied", ALONE | options)
+    for rank in run_ranks(train, 2, str(tmp_path / "mesh"), "tied", FORMS["pp 2"][1] | options, timeout_s=300):
+        assert_close(rank, alone, tolerance)
+
+
+class Own(Trainer):
+    """Logs a metric where the loss is computed, and keeps what an evaluation predicts."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.log_metric("words", inputs["input_ids"].numel())
+        return (loss, outputs) if return_outputs else loss
+
+
+def with_metrics(folder, options):
+    args = TrainingArguments(folder, max_steps=2, logging_steps=1, use_cpu=True, save_strategy="no", **QUIET, **options)
+    trainer = Own(MODELS["llama"](), args, train_dataset=rows(16), eval_dataset=rows(5))
+    trainer.train()
+    words = [entry["words"] for entry in trainer.state.log_history if "words" in entry]
+    predicted = trainer.predict(rows(5))
+    trainer.strategy.close()
+    return words, predicted.predictions
+
+
+@pytest.mark.slow
+@pytest.mark.row("numbers")
+def test_metrics_of_the_last_stage_and_predictions_are_known_to_all(tmp_path):
+    words, predictions = with_metrics(str(tmp_path / "alone"), {"per_device_train_batch_size": 4})
+    options = {"per_device_train_batch_size": 4, "parallelism_config": "pp=2"}
+    for found, predicted in run_ranks(with_metrics, 2, str(tmp_path / "mesh"), options, timeout_s=300):
+        assert found == words
+        assert predicted == pytest.approx(predictions, abs=1e-4)
+
+
+class OwnStep(Trainer):
+    def training_step(self, *inputs):
+        return super().training_step(*inputs)
+
+
+def refused(folder, kind, options):
+    """Return the words with which a run is refused."""
+    try:
+        args = TrainingArguments(folder, max_steps=1, use_cpu=True, **QUIET, **options)
+        (OwnStep if kind == "step" else Trainer)(MODELS["llama"](), args, train_dataset=rows(8)).train()
+    except (ValueError, RuntimeError) as error:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("step", {}, "training_step is overridden, and with pp_size"),
+        ("", {"ema_decay": 0.9}, "ema_decay is not done with pp_size"),
+        ("", {"torch_compile": True}, "torch_compile is not done with pp_size"),
+        (
+            "",
+            {"optim": "lomo"},
+            "consumes gradients in the backward pass, and with pp_size a schedule runs the backward passes",
+        ),
+        ("", {"pp_split": ["layers.7"]}, "pp_split names layers.7"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(kind, options, said, tmp_path):
+    options = {"parallelism_config": "pp=2"} | options
+    for text in run_ranks(refused, 2, str(tmp_path), kind, options, timeout_s=300):
+        assert said in text

@@ -19,8 +19,7 @@ from tr_core.data.batches import Batches, TakeBatches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
 from tr_core.flops import has_targets
-from tr_core.log_window import ClosedWindow, LogWindow, build_token_counter, store_counts, warn_of_nonfinite
-from tr_core.metric_means import MetricWindow
+from tr_core.log_window import ClosedWindow, LogWindow, RankWindow, build_token_counter, store_counts, warn_of_nonfinite
 from tr_core.model import TrainingMode
 from tr_core.model_io import forward_parameters, main_input_name
 from tr_core.optim.fused_backward import kind
@@ -92,7 +91,6 @@ class Run:
         args, model, wrapped = methods.args, methods.model, methods.model_wrapped
         tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
         window = LogWindow(strategy.data, tokens)
-        window.means = MetricWindow(strategy)  # of all processes: not each of those of a sample may compute its loss
         guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         updates = Updates(strategy, optimizer, guard)
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.
@@ -249,7 +247,7 @@ class Run:
         self.updates.check()
         args, state, window = self.methods.args, self.methods.state, self.window
         shared = values_of_all_ranks(args, self.optimizer) if self.strategy.world_size > 1 else {}
-        read = window.read()
+        read = self._read_window()
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         together = self.strategy.world_size // self.strategy.data.world_size
         share = window.throughput.share(self.methods.model, self.strategy.device, dtype, args.peak_flops, together)
@@ -261,6 +259,16 @@ class Run:
         tokens = None if window.tokens is None else state.num_input_tokens_seen
         window.throughput.close([given for _, _, given in gathered], tokens)
         return window.close(windows)
+
+    def _read_window(self) -> RankWindow:
+        """Return this rank's window, with the metrics of those that computed its samples' losses. Collective. Sync."""
+        own, strategy = self.window.read(), self.strategy
+        if strategy.schedules_micro_batches:
+            everyone, merged = strategy.gather_objects((strategy.data.rank, own["metrics"])), dict[str, Any]()
+            for rank, metrics in everyone:
+                merged = {**metrics, **merged} if rank == strategy.data.rank else merged
+            own["metrics"] = merged
+        return own
 
     def store_tokens(self) -> None:
         """Add the input tokens of all ranks to the state, if they are counted, for an entry between two logs."""
@@ -324,7 +332,7 @@ class Run:
 
         It adds operations and tokens to the state, where a checkpoint saves them.
         """
-        own = self.window.read()  # sync: once a save
+        own = self._read_window()  # sync: once a save
         own["place"] = self.data.source_state()
         windows = self.strategy.data.gather_objects(own)
         store_counts(state, windows)

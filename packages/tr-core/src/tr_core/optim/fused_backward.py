@@ -117,6 +117,11 @@ def check_fused_backward(
             f"{name} says that it consumes gradients in the backward pass (fused_in_backward), but has no "
             f"{', '.join(missing)}; tr_core.protocols.InBackward says what it needs"
         )
+    if strategy.schedules_micro_batches:
+        raise ValueError(
+            f"{name} consumes gradients in the backward pass, and with pp_size a schedule runs the backward passes; "
+            "choose another optim, such as adamw_torch"
+        )
     if syncs_each_batch:
         raise ValueError(
             f"sync_each_batch=True cannot be used with {name}, which exchanges its gradients once a step; leave it out "
