@@ -50,6 +50,11 @@ class DataRanks(Exchanges):
         return self._group
 
     @property
+    def host_group(self) -> Any:
+        """Return torch's group of these ranks for values on the host."""
+        return self._agreeing
+
+    @property
     def data(self) -> DataRanks:
         """Return itself: each of these computes samples of its own."""
         return self

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction
 from tr_dist.mesh.stages import Stages
 
@@ -66,13 +67,14 @@ class Pipeline(Direction):
         self._loss: torch.Tensor | None = None
         self._step: Step
 
+    def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
+        """Make the groups of the rows; see `Direction.join`."""
+        row = among(ranks.flatten(1).T.tolist())
+        self.place, self.group, self.host = row.rank, row.group, row.host_group
+        self.row = dist.get_process_group_ranks(self.group)
+
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Cut the model; see `Direction.divide`."""
-        rows = mesh.mesh.flatten(1).T.tolist()
-        self.place, self.group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
-        host, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
-        self.host = cast("dist.ProcessGroup", host)  # each process is in one of them
-        self.row = dist.get_process_group_ranks(self.group)
         parameter = next(model.parameters())
         self._device, self._wire_is_double = torch.device(mesh.device_type), parameter.dtype == torch.float64
         self.stages = Stages(model, self._split, self.place, self.size, self._each)
