@@ -68,7 +68,8 @@ def test_a_step_stays_within_its_budget_of_calls_functions_and_files(make_traine
     """Data is loaded by a worker process here, so that what is counted is the step."""
     counter, files, report = count_a_step(make_trainer, model, dataloader_num_workers=1)
     assert sum(counter.calls.values()) <= 40, report
-    assert len(counter.calls) <= 28, report
+    # Three of them are the order of a step's micro-batches, which a strategy may replace.
+    assert len(counter.calls) <= 29, report
     assert files <= 10, report
     assert counter.above_forward <= 7
 
@@ -76,7 +77,7 @@ def test_a_step_stays_within_its_budget_of_calls_functions_and_files(make_traine
 def test_a_step_that_loads_its_own_data_stays_within_the_budget_of_calls(make_trainer, model):
     counter, files, report = count_a_step(make_trainer, model)
     assert sum(counter.calls.values()) <= 40, report
-    assert len(counter.calls) <= 32, report
+    assert len(counter.calls) <= 35, report
     assert files <= 12, report
 
 

@@ -62,12 +62,12 @@ def train_step(run: Run, step: StepData) -> None:
     """Run one optimizer step. Its loss and gradient norm stay on the device."""
     methods, strategy, optimizer, window = run.methods, run.strategy, run.optimizer, run.window
     scope, model, state, fire = methods.scope, methods.model_wrapped, methods.state, methods.callback_handler.fire
-    scope.size, number = step.size, 0
+    scope.size, scope.number, number = step.size, 0, 0
     window.begin_step(state.global_step)
     fire("on_step_begin")
-    batches, compute = _timed(step.micro_batches, window.clock), _computing(run, step)
+    compute = partial(_compute, run, step.num_items)
     inputs_of = partial(methods.inputs_of_schedule, num_items=step.num_items)
-    computed = strategy.run_micro_batches(model, batches, compute, inputs_of)
+    computed = strategy.run_micro_batches(model, step.micro_batches, compute, inputs_of)
     for number, (batch, loss) in enumerate(computed, start=1):
         window.add(loss, batch)
         scope.inputs, run.position.samples = None, batch.end
@@ -94,31 +94,16 @@ def train_step(run: Run, step: StepData) -> None:
     fire("on_step_end")
 
 
-def _computing(run: Run, step: StepData) -> Callable[[MicroBatch], torch.Tensor]:
-    """Return what runs forward and backward of a micro-batch, and returns its share of the step's loss."""
-    methods, strategy, scope, mode = run.methods, run.strategy, run.methods.scope, run.mode
-    training_step, model, inner = methods.step_function, methods.model_wrapped, methods.model
-    number, syncs = 0, run.plan.syncs_each_batch
-
-    def compute(batch: MicroBatch) -> torch.Tensor:
-        nonlocal number
-        number += 1
-        is_last = number == step.size
-        scope.weight, scope.total, scope.is_last, scope.inputs = batch.weight, batch.total, is_last, batch.inputs
-        if not inner.training:
-            mode.restore()
-        with strategy.accumulate(model, sync=syncs or is_last):
-            return training_step(model, batch.inputs, step.num_items)
-
-    return compute
-
-
-def _timed(batches: Iterator[MicroBatch], clock: PhaseClock) -> Iterator[MicroBatch]:
-    since_s = perf_counter()
-    for batch in batches:
-        clock.waited_s += perf_counter() - since_s
-        yield batch
-        since_s = perf_counter()
+def _compute(run: Run, num_items: torch.Tensor | None, batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
+    """Run forward and backward of a micro-batch, and return it with its share of the step's loss."""
+    methods, scope = run.methods, run.methods.scope
+    scope.number += 1
+    is_last = scope.number == scope.size
+    scope.weight, scope.total, scope.is_last, scope.inputs = batch.weight, batch.total, is_last, batch.inputs
+    if not methods.model.training:
+        run.mode.restore()
+    with run.strategy.accumulate(methods.model_wrapped, sync=run.plan.syncs_each_batch or is_last):
+        return batch, methods.step_function(methods.model_wrapped, batch.inputs, num_items)
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -207,7 +192,7 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
     micro-batches of a step are loaded first, to the host only; where an override takes them, to the device.
     """
     accumulation, take = run.plan.accumulation, run.take_batches
-    batches = log_at_first(run.data.iterate(epoch, position))
+    batches = _timed(log_at_first(run.data.iterate(epoch, position)), run.window.clock)
     asked = AskedBatches(batches, run.strategy.device)
     remaining = run.data.remaining(position)
     while remaining is None or remaining > 0:
@@ -216,9 +201,7 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
         if take is not None:  # an override takes the batches
             loaded, num_items = take(asked, size)
         elif remaining is None or count_targets is not None:
-            since_s = perf_counter()
             loaded = list(islice(batches, size))
-            run.window.clock.waited_s += perf_counter() - since_s
         if remaining is None:
             if not loaded:
                 return
@@ -228,6 +211,15 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
         yield StepData(islice(batches, size) if loaded is None else iter(loaded), size, num_items)
         if remaining is not None:
             remaining -= size
+
+
+def _timed(batches: Iterator[MicroBatch], clock: PhaseClock) -> Iterator[MicroBatch]:
+    """Yield micro-batches, and count how long they are waited for."""
+    since_s = perf_counter()
+    for batch in batches:
+        clock.waited_s += perf_counter() - since_s
+        yield batch
+        since_s = perf_counter()
 
 
 def _no_batch(epoch: int, step: int, max_steps: int) -> str:

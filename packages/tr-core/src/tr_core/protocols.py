@@ -146,7 +146,7 @@ class Strategy(Collectives, Protocol):
         self,
         model: nn.Module,
         batches: Iterable[Any],
-        compute: Callable[[Any], torch.Tensor],
+        compute: Callable[[Any], tuple[Any, torch.Tensor]],
         inputs_of: Callable[[Any], Any],
     ) -> Iterable[tuple[Any, torch.Tensor]]:
         """Run forward and backward of a step's micro-batches, and yield each of them with its share of the loss.
@@ -154,7 +154,7 @@ class Strategy(Collectives, Protocol):
         Args:
             model: what `prepare` returned.
             batches: one-shot; each has `inputs`, as its loader gave them.
-            compute: runs the forward of a micro-batch, its loss and `backward`, and returns the loss, detached.
+            compute: runs the forward of a micro-batch, its loss and `backward`, and returns it with the loss, detached.
             inputs_of: moves the inputs of a micro-batch to the device.
         """
         ...

@@ -21,6 +21,7 @@ class StepScope:
 
     Attributes:
         size: micro-batches of the step.
+        number: how many of them this rank has begun to compute.
         size_was_read: whether `current_gradient_accumulation_steps` was read; by whom is for its reader to know.
         is_last: whether the micro-batch is the last of its step; True outside a step.
         weight: weight of this rank's share of the micro-batch; 0.0 for a sample that belongs to another rank.
@@ -33,6 +34,7 @@ class StepScope:
     """
 
     size: int = 1
+    number: int = 0
     size_was_read: bool = False
     is_last: bool = True
     weight: float = 1.0

@@ -193,11 +193,14 @@ class OnDevice:
         return nullcontext()
 
     def run_micro_batches(
-        self, model: nn.Module, batches: Iterable[Any], compute: Callable[[Any], torch.Tensor], inputs_of: Any
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        compute: Callable[[Any], tuple[Any, torch.Tensor]],
+        inputs_of: Any,
     ) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Compute each micro-batch of a step when it is its turn, and yield it with its loss."""
-        for batch in batches:
-            yield batch, compute(batch)
+        """Return each micro-batch of a step with its loss, computed when it is its turn."""
+        return map(compute, batches)
 
     def exchange_s(self, model: nn.Module) -> float | None:
         """Return None: how long steps wait for an exchange of gradients is not known."""

@@ -146,7 +146,7 @@ class Pipeline(Direction):
     def _loss_of(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Compute the loss of a micro-batch from what the last stage got, as the Trainer does for a whole model."""
         self._received, self._loss = hidden, None
-        self._losses.append(self._step.compute(self._batches[int(target)]))
+        self._losses.append(self._step.compute(self._batches[int(target)])[1])
         loss = self._loss
         if loss is None:
             raise RuntimeError("pp_size: the step of a micro-batch called no backward")
@@ -260,14 +260,14 @@ class Step:
 
     Attributes:
         device: of this process.
-        compute: runs forward, loss and backward of a micro-batch, and returns its loss.
+        compute: runs forward, loss and backward of a micro-batch, and returns it with its loss.
         inputs_of: moves the inputs of a micro-batch to the device.
         autocast: the block around a forward.
         begins_backward: called when a stage begins the backward of a micro-batch.
     """
 
     device: torch.device
-    compute: Callable[[Any], torch.Tensor]
+    compute: Callable[[Any], tuple[Any, torch.Tensor]]
     inputs_of: Callable[[Any], Any]
     autocast: Callable[[], AbstractContextManager[object]]
     begins_backward: Callable[[], None]

@@ -86,7 +86,11 @@ class PipelinedMesh(Mesh):
         self._pipeline.take_loss(loss)
 
     def run_micro_batches(
-        self, model: nn.Module, batches: Iterable[Any], compute: Callable[[Any], torch.Tensor], inputs_of: Any
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        compute: Callable[[Any], tuple[Any, torch.Tensor]],
+        inputs_of: Any,
     ) -> Iterator[tuple[Any, torch.Tensor]]:
         """Run all micro-batches of a step through the stages, and yield each with its loss."""
         inner, given = cast("FSDPModule", self.unwrap(model)), list(batches)
