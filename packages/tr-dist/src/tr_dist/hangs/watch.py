@@ -75,7 +75,7 @@ class HangWatch:
         self.rank, self.world_size, self.limits = rank, world_size, limits
         self._interval_s = min(5.0, max(0.2, limits.hang_s / 15))
         self._table = Table(silence_s=max(3.0, 3 * self._interval_s))
-        self._note = Note(rank, machine(), os.getpid(), process_state(os.getpid())[1])
+        self._note = Note(rank, machine(), os.getpid(), born=process_state(os.getpid())[1])
         self._progress: Progress | None = None
         self._folder: str | None = None
         self._moved: tuple[Any, float] = (None, time.monotonic())
