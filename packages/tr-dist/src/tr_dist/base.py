@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Self, TypeVar
@@ -191,16 +191,6 @@ class OnDevice:
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
         """Return the context for forward and backward of one micro-batch; without `sync` gradients add up locally."""
         return nullcontext()
-
-    def run_micro_batches(
-        self,
-        model: nn.Module,
-        batches: Iterable[Any],
-        compute: Callable[[Any], tuple[Any, torch.Tensor]],
-        inputs_of: Any,
-    ) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Return each micro-batch of a step with its loss, computed when it is its turn."""
-        return map(compute, batches)
 
     def exchange_s(self, model: nn.Module) -> float | None:
         """Return None: how long steps wait for an exchange of gradients is not known."""
