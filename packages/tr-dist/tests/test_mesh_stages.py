@@ -1,5 +1,7 @@
 """Where a model is cut into stages, and what is refused before anything is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,17 @@ def with_parameter(model):
     return model
 
 
+class Wrapper(nn.Module):
+    """Has the plan of what it wraps, as adapters of PEFT do."""
+
+    base_model_prefix = "model"
+
+    def __init__(self):
+        super().__init__()
+        self.base_model = Chain()
+        self.config = SimpleNamespace(base_model_pp_plan=self.base_model.pp_plan)
+
+
 @pytest.mark.parametrize(
     ("each", "split"), [(1, None), (2, None), (1, ["layers.1"]), (2, ["layers.1", "layers.2", "layers.3"])]
 )
@@ -80,6 +93,7 @@ def test_a_stage_is_not_a_model():
         (Chain(), ["layers.2", "layers.1"], 3, "must name other layers than the first, in their order"),
         (Chain(), ["layers.1"], 4, "begins 1 stages after the first, and pp_size=4 with 1 on each process needs 3"),
         (Scaled(), None, 2, "does not hand inputs_embeds unchanged from layer to layer"),
+        (Wrapper(), None, 2, "as it is, and Wrapper wraps one, as for an adapter"),
         (with_parameter(Chain()), None, 2, "scale belongs to none of the modules of the plan, so to no stage"),
     ],
 )

@@ -55,6 +55,8 @@ class PipelinedMesh(Mesh):
                              ("ema_decay", None), ("count_flops", False)):  # fmt: skip
             if getattr(args, name, wanted) not in (wanted, None):
                 raise ValueError(f"{name} is not done with pp_size; leave it out")
+        if args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT":
+            raise ValueError("fsdp_config: state_dict_type='FULL_STATE_DICT' is not done with pp_size; leave it out")
         if wrong := [name for name in ("sp_size", "ep_size") if sizes_of(args).get(name, 1) > 1]:
             raise ValueError(
                 f"{wrong[0]} is not done with pp_size; use tp_size, dp_shard_size or dp_replicate_size with it"

@@ -79,7 +79,11 @@ def cut_of(model: nn.Module) -> Cut:
     kind, config = type(model).__name__, getattr(model, "config", None)
     of_transformers = getattr(config, "base_model_pp_plan", None)
     prefix = getattr(model, "base_model_prefix", "") if of_transformers else ""
-    base: nn.Module = getattr(model, prefix, model) if prefix else model
+    children = dict(model.named_children())
+    # The body of a model is a child of it, and of a bare body the model itself.
+    if prefix and prefix not in children and not children.keys() & set(of_transformers or ()):
+        raise ValueError(f"pp_size cuts a model of transformers as it is, and {kind} wraps one, as for an adapter")
+    base: nn.Module = children.get(prefix, model)
     plan: Mapping[str, Any] | None = of_transformers or getattr(model, "pp_plan", None)
     if not plan:
         raise ValueError(
