@@ -1,9 +1,12 @@
 """Stages of layers on a row of processes: the numbers of one process by every schedule, on every mesh."""
 
+from unittest import mock
+
 import pytest
 import torch
 from test_mesh import ALONE, HEADS, SHARDED, SMALL, assert_close, in_the_night, rows, train_model
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tr_core import Trainer, TrainingArguments
@@ -19,7 +22,7 @@ class Plain(nn.Module):
     pp_plan = {
         "words": (["input_ids"], ["inputs_embeds"]),
         "layers": (["inputs_embeds"], ["hidden"]),
-        "head": (["hidden"], ["logits"]),
+        "head": (["hidden", "labels"], ["logits"]),
     }
 
     def __init__(self):
@@ -251,3 +254,31 @@ def test_what_stages_cannot_do_is_refused(kind, options, said, tmp_path):
     options = {"parallelism_config": "pp=2"} | options
     for text in run_ranks(refused, 2, str(tmp_path), kind, options, timeout_s=300):
         assert said in text
+
+
+def groups_made(folder, options):
+    """Return how many meshes of processes were made when training began, and when it had saved three times."""
+    made, counts = [], []
+    usual = DeviceMesh.__init__
+    with mock.patch.object(DeviceMesh, "__init__", lambda *given, **named: made.append(0) or usual(*given, **named)):
+        args = TrainingArguments(folder, max_steps=3, save_steps=1, use_cpu=True, **QUIET, **options)
+        trainer = Trainer(MODELS["llama"](), args, train_dataset=rows(16))
+        trainer.add_callback(Counts(counts, made))
+        trainer.train()
+        counts.append(len(made))
+        trainer.strategy.close()
+    return counts
+
+
+class Counts:
+    def __init__(self, counts, made):
+        self.counts, self.made = counts, made
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.counts.append(len(self.made))
+
+
+@pytest.mark.slow
+def test_a_save_makes_no_groups_of_processes(tmp_path):
+    for begun, ended in run_ranks(groups_made, 2, str(tmp_path), {"parallelism_config": "pp=2"}, timeout_s=300):
+        assert begun == ended

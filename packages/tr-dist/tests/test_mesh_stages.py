@@ -30,6 +30,33 @@ class Chain(nn.Module):
         return self.head(hidden)
 
 
+class Gate(nn.Module):
+    def forward(self, hidden, gate):
+        return hidden * gate
+
+
+class Gated(Chain):
+    """Takes an input that its plan does not name, for its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Gate() for _ in range(4))
+
+    def forward(self, input_ids=None, inputs_embeds=None, gate=None):
+        hidden = self.words(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden, gate)
+        return self.head(hidden)
+
+
+class GatedOutside(Chain):
+    def forward(self, input_ids=None, inputs_embeds=None, gate=None):
+        hidden = self.words(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden) if gate is None else layer(hidden) * gate
+        return self.head(hidden)
+
+
 class Scaled(Chain):
     def forward(self, input_ids=None, inputs_embeds=None):
         hidden = (self.words(input_ids) if inputs_embeds is None else inputs_embeds) * 2
@@ -71,6 +98,19 @@ def test_stages_in_turn_are_the_whole_model(each, split):
     names = [{name for name, _ in place.model.named_parameters()} for place in places]
     assert not names[0] & names[1]
     assert names[0] | names[1] == {name for name, _ in Chain().named_parameters()}
+
+
+def test_every_stage_gets_the_inputs_that_the_plan_gives_to_none():
+    inputs = {"input_ids": torch.arange(6).reshape(2, 3), "gate": torch.tensor(3.0)}
+    first, second = (Stages(Gated(), None, place, 2, 1) for place in range(2))
+    assert torch.equal(second.run(1, inputs, first.run(0, inputs, None)), Gated()(**inputs))
+
+
+def test_what_happens_between_layers_with_an_input_is_refused():
+    stages, hidden = Stages(GatedOutside(), None, 1, 2, 1), torch.randn(2, 3, 4)
+    stages.check({"input_ids": None}, hidden)
+    with pytest.raises(ValueError, match="unchanged from layer to layer, with the inputs input_ids, gate; its forward"):
+        stages.check({"input_ids": None, "gate": torch.tensor(3.0)}, hidden)
 
 
 def test_a_stage_is_not_a_model():

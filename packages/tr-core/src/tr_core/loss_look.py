@@ -43,7 +43,7 @@ def first_loss(methods: TrainerMethods, model: nn.Module, inputs: Any, options: 
     """
     rule, scope = methods.loss_rule, methods.scope
     if methods.overrides("compute_loss"):
-        rollback, scope.size_was_read = _rollback(methods, model), False
+        rollback, scope.size_was_read = rollback_of(methods, model), False
         with methods.loss_context():
             loss = methods.compute_loss(model, to_device(inputs, methods.strategy.device, copy=True), **options)
         if not any(methods.strategy.gather_objects(scope.size_was_read)):
@@ -60,7 +60,8 @@ def first_loss(methods: TrainerMethods, model: nn.Module, inputs: Any, options: 
         return methods.compute_loss(model, inputs, **options)
 
 
-def _rollback(methods: TrainerMethods, model: nn.Module) -> Rollback:
+def rollback_of(methods: TrainerMethods, model: nn.Module) -> Rollback:
+    """Return what puts everything back that a forward, a loss or a random number may change."""
     return Rollback(methods.strategy.device, model, methods, vars(methods), vars(methods.state), methods.loss_function)
 
 
@@ -165,7 +166,7 @@ def _losses(
     """
 
     def in_turn() -> tuple[list[float], float]:
-        rollback = _rollback(methods, model)
+        rollback = rollback_of(methods, model)
         used = compute or methods.compute_loss
         found = [
             _loss(methods, functools.partial(used, model), inputs, variant, context, rollback) for variant in variants

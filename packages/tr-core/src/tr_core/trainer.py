@@ -1102,8 +1102,10 @@ class Trainer(TransformersAttributes):
             loss_look.observe_training(self, self.model_wrapped, inputs, num_items)
         if self.scope.size > 1 and self.loss_is_scaled_for_ga is None and rule.divides_itself is None:
             options = {"num_items_in_batch": num_items} if self._loss_takes_count else {}
-            with torch.no_grad():
+            rollback = loss_look.rollback_of(self, self.model_wrapped)  # the step computes it again
+            with torch.no_grad(), self.scope.separate_window(self.strategy.data):
                 loss_look.first_loss(self, self.model_wrapped, inputs, options)
+            rollback.restore()
         return inputs
 
     def _split_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:

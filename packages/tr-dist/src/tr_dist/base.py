@@ -143,7 +143,6 @@ class OnDevice:
         device: the device of this process.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters.
         forward_is_collective: whether a forward is an exchange between all ranks, so that each must make as many.
-        schedules_micro_batches: whether `run_micro_batches` has an order of its own.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
@@ -155,7 +154,6 @@ class OnDevice:
     acts_on: frozenset[str] = frozenset()
     binds_optimizer = False
     forward_is_collective = False
-    schedules_micro_batches = False
     rank = 0
     local_rank = 0
     world_size = 1

@@ -45,7 +45,7 @@ class AcceleratorConfig:
 
 
 DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
-# Sizes of processes that compute a sample together, from the outermost: matrices, sequences, layers.
+# Sizes of processes that compute a sample together, from the outermost: layers, sequences, matrices.
 WITHIN_SAMPLES = ("pp_size", "sp_size", "tp_size")
 # Experts are shared out over processes that other sizes count, so ep_size is no factor of their number.
 FACTORS = (*DATA_SIZES, *WITHIN_SAMPLES)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from tr_dist.fsdp.settings import Sharding, choose_units
+from tr_dist.mesh.stages import cut_of
 from tr_dist.mesh.tensor import check_sizes, plan_of
 
 # Numbers that an optimizer keeps for each parameter, of its type: those whose updates need no whole matrices.
@@ -115,10 +116,15 @@ class Subject:
                 check_sizes(self.model, self._styles, plan.tp)
             except ValueError as error:
                 return str(error)
+        if plan.pp > 1:
+            try:
+                cut_of(self.model)
+            except ValueError as error:
+                return str(error)
         heads = _first(self._config, "num_key_value_heads", "num_attention_heads")
         for size, number, what in (
             (plan.pp, self._units, "layers"),
-            (plan.sp, heads, "heads"),
+            (plan.sp * plan.tp if plan.sp > 1 else 1, heads, "heads"),
             (plan.sp, length, "positions"),
             (plan.ep, self.num_experts, "experts"),
         ):

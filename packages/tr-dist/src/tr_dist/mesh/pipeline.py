@@ -62,6 +62,7 @@ class Pipeline(Direction):
         self._kind, self._each = SCHEDULES[schedule]
         self._schedules: dict[Any, Any] = {}
         self._forms: dict[Any, dict[int, tuple[Form, Form]]] = {}
+        self._checked: set[frozenset[str]] = set()  # names of inputs with which hidden states pass unchanged
         self._batches: list[Any] = []
         self._received: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
@@ -129,7 +130,7 @@ class Pipeline(Direction):
                 "pp_size: a forward with gradients outside of a step, in which all stages take part; use "
                 "torch.no_grad()"
             )
-        outputs, _ = self._in_turn(_shape_of(inputs), inputs)
+        outputs, _ = self._in_turn(inputs)
         return self._from_last(outputs)
 
     def compute(self, stage: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
@@ -191,7 +192,7 @@ class Pipeline(Direction):
             with torch.no_grad(), self._step.autocast(), torch.random.fork_rng(devices):
                 model.eval()
                 try:
-                    _, self._forms[shape] = self._in_turn(shape, inputs, to_end=False)
+                    _, self._forms[shape] = self._in_turn(inputs, to_end=False)
                 finally:
                     for module, was_training in modes:
                         module.training = was_training
@@ -199,9 +200,9 @@ class Pipeline(Direction):
 
     # Without gradients
 
-    def _in_turn(self, shape: Any, inputs: Mapping[str, Any], *, to_end: bool = True) -> tuple[Any, Any]:
+    def _in_turn(self, inputs: Mapping[str, Any], *, to_end: bool = True) -> tuple[Any, Any]:
         """Run the stages of this process when it is their turn; returns the outputs of the last, and all forms."""
-        outputs, forms = None, dict[int, tuple[Form, Form]]()
+        outputs, given, forms, names = None, None, dict[int, tuple[Form, Form]](), frozenset(inputs)
         for index in self.stages.own:
             hidden = None if index == 0 else self._receive((self.place - 1) % self.size)
             if index == self.stages.last:
@@ -211,6 +212,9 @@ class Pipeline(Direction):
                 given = self.stages.run(index, inputs, hidden)
                 self._send(given, (self.place + 1) % self.size)
                 forms[index] = (_form(hidden), _form(given))
+            if names not in self._checked:
+                self.stages.check(inputs, cast("torch.Tensor", given if hidden is None else hidden))
+        self._checked.add(names)
         return outputs, forms
 
     def _send(self, hidden: torch.Tensor, place: int) -> None:

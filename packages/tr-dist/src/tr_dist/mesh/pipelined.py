@@ -72,6 +72,10 @@ class PipelinedMesh(Mesh):
         if tied:
             group, _ = dist.new_subgroups_by_enumeration(ends, timeout=self._timeout)
             self._pairs = cast("dist.ProcessGroup | None", group)
+        parameters = dict(prepared.named_parameters())
+        borrows = self._pairs is not None
+        self._shared = [parameters[name] for name in tied if name in parameters] if borrows else []
+        self._stages = AllStages(self._pipeline, self._whole, self._share_again)
         return _Piped(self._pipeline, prepared)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -115,35 +119,34 @@ class PipelinedMesh(Mesh):
         step = Step(self.device, compute, inputs_of, self.autocast, begins_backward)
         losses = self._pipeline.run(given, step)
         self._check_gradients(self.unwrap(model))
-        self._add_shared()
-        yield from zip(given, losses, strict=True)
-
-    def _shared(self) -> list[torch.Tensor]:
-        """Return the parameters that this process shares with the other end of its row."""
-        tied, parameters = self._pipeline.stages.tied, dict(self._pipeline.stages.model.named_parameters())
-        return [parameters[name] for name in tied if name in parameters] if self._pairs is not None else []
-
-    def _add_shared(self) -> None:
-        for parameter in self._shared():
+        for parameter in self._shared:
             dist.all_reduce(_local(cast("torch.Tensor", parameter.grad)), group=self._pairs)
+        yield from zip(given, losses, strict=True)
 
     def _by_share(
         self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
     ) -> dict[float, list[torch.Tensor]]:
-        held_twice = {id(parameter.grad) for parameter in self._shared()}
+        at_both_ends = {id(parameter.grad) for parameter in self._shared}
         found = dict[float, list[torch.Tensor]]()
-        for gradient, part in zip(gradients, local, strict=True):
-            (share,) = super()._by_share([gradient], [part])
-            share *= self._pipeline.size / (2 if id(gradient) in held_twice else 1)
-            found.setdefault(share, []).append(part)
+        for times, is_of_ends in ((1, False), (2, True)):
+            chosen = [number for number, given in enumerate(gradients) if (id(given) in at_both_ends) == is_of_ends]
+            of_stage = super()._by_share([gradients[number] for number in chosen], [local[number] for number in chosen])
+            for share, parts in of_stage.items():
+                found.setdefault(share * self._pipeline.size / times, []).extend(parts)
         return found
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Check that the optimizers of all stages have the same groups. Collective.
+
+        Raises:
+            ValueError: they have not.
+        """
+        OptimizerOfStages(self._stages, optimizer).numbers()
 
     def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return the parts of a checkpoint, by name: `model`, and `optimizer` if given, of all stages."""
-        stages = AllStages(self._pipeline, self._whole, self._share_again)
-        return self._parts(
-            ModelOfStages(stages, self.unwrap(model)), optimizer and OptimizerOfStages(stages, optimizer)
-        )
+        of_optimizer = optimizer and OptimizerOfStages(self._stages, optimizer)
+        return self._parts(ModelOfStages(self._stages, self.unwrap(model)), of_optimizer)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of all stages in host memory; empty on all ranks but 0. Collective."""
@@ -181,6 +184,8 @@ class _Piped(nn.Module):
 class AllStages:
     """What the processes of a row hold, as if each held all of it: of the others' tensors the form, and no numbers.
 
+    Collective over the job: every process makes the groups of all stages.
+
     Args:
         pipeline: the row.
         mesh: of all processes.
@@ -188,8 +193,8 @@ class AllStages:
     """
 
     def __init__(self, pipeline: Pipeline, mesh: DeviceMesh, share_again: Callable[[list[torch.Tensor]], None]) -> None:
-        self.pipeline, self._mesh, self.share_again = pipeline, mesh, share_again
-        self._meshes: list[DeviceMesh] = []
+        self.pipeline, self.share_again = pipeline, share_again
+        self._meshes = [DeviceMesh(mesh.device_type, of_stage) for of_stage in mesh.mesh.flatten(1).tolist()]
 
     @property
     def borrows(self) -> bool:
@@ -217,15 +222,10 @@ class AllStages:
             return {name: self._elsewhere(inner, place) for name, inner in value.items()}
         if not isinstance(value, _Divided):
             return value
-        if not self._meshes:  # collective over the job, at its first save or resume
-            kind, parts = self._mesh.device_type, self._mesh.mesh.flatten(1).tolist()
-            self._meshes = [DeviceMesh(kind, part) for part in parts]
-        size = torch.Size(value.shape)
+        size, mesh = torch.Size(value.shape), self._meshes[place]
         stride = torch.empty(size, device="meta").stride()
-        nothing = torch.empty(0, dtype=value.dtype, device=self._mesh.device_type)
-        return DTensor.from_local(
-            nothing, self._meshes[place], [Replicate()], run_check=False, shape=size, stride=stride
-        )
+        nothing = torch.empty(0, dtype=value.dtype, device=mesh.device_type)
+        return DTensor.from_local(nothing, mesh, [Replicate()], run_check=False, shape=size, stride=stride)
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class OptimizerOfStages:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and groups of all stages. Collective."""
-        own, names, numbers = self._optimizer.state_dict(), self._names(), self._numbers()
+        own, names, numbers = self._optimizer.state_dict(), self._names(), self.numbers()
         flat = [name for group in names for name in group]
         found = self._stages.of_all({flat[number]: state for number, state in own["state"].items()})
         groups = [
@@ -316,7 +316,7 @@ class OptimizerOfStages:
         Raises:
             ValueError: it belongs to other parameters.
         """
-        names, numbers = self._names(), self._numbers()
+        names, numbers = self._names(), self.numbers()
         sizes, saved = [len(given) for given in numbers], [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != saved:
             raise ValueError(f"the saved optimizer has groups of {saved} parameters, this one of {sizes}")
@@ -340,7 +340,7 @@ class OptimizerOfStages:
         """Return the layout that allocates tensors for reading a checkpoint. Collective."""
         parameters = dict(self._stages.pipeline.stages.model.named_parameters())
         found = self._stages.of_all(parameters)
-        place = {name: number for given in self._numbers() for name, number in given.items()}
+        place = {name: number for given in self.numbers() for name, number in given.items()}
         return _Layout({str(number): found[name] for name, number in place.items()})
 
     def _share_state(self) -> None:
@@ -354,6 +354,12 @@ class OptimizerOfStages:
         for name, parameter in ends.items():
             own = self._optimizer.state[parameter]
             for key, value in described[0].get(name, {}).items():
+                if isinstance(value, _Divided) and value.shape != tuple(parameter.shape):
+                    raise ValueError(
+                        f"pp_size: {name} is on the first and the last stage, and its state {key} of shape "
+                        f"{value.shape} is not like it, {tuple(parameter.shape)}, so both cannot have it; untie it, or "
+                        "use adamw_torch"
+                    )
                 if self._stages.borrows:
                     is_divided = isinstance(value, _Divided)
                     own[key] = torch.zeros_like(parameter, dtype=value.dtype).detach() if is_divided else value
@@ -362,10 +368,20 @@ class OptimizerOfStages:
 
     def _names(self) -> list[list[str]]:
         named = {id(p): name for name, p in self._stages.pipeline.stages.model.named_parameters()}
-        return [[named[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+        given = [group["params"] for group in self._optimizer.param_groups]
+        if any(id(p) not in named for parameters in given for p in parameters):
+            raise ValueError(
+                "pp_size: the optimizer has parameters that are none of this process's stages; let the Trainer build "
+                "it (optim, optimizer_cls_and_kwargs), or override create_optimizer"
+            )
+        return [[named[id(p)] for p in parameters] for parameters in given]
 
-    def _numbers(self) -> list[dict[str, int]]:
-        """Return the number that each parameter of all stages has in the whole model's optimizer, by group."""
+    def numbers(self) -> list[dict[str, int]]:
+        """Return the number that each parameter of all stages has in the whole model's optimizer, by group. Collective.
+
+        Raises:
+            ValueError: the stages have other groups.
+        """
         row: list[Any] = [None] * self._stages.pipeline.size
         dist.all_gather_object(row, self._names(), group=self._stages.pipeline.host)
         if len({len(groups) for groups in row}) > 1:

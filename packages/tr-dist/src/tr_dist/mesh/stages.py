@@ -55,23 +55,24 @@ class Cut:
         layers: that list.
         before: names of the modules that make the first layer's input.
         after: names of the modules that take the last layer's output.
-        inputs: of the model, which a stage before the last gets.
-        first: those of them that only the first stage gets: `inputs_embeds` is in their place on the others.
+        first: inputs that only the first stage gets: `inputs_embeds` is in their place on the others.
+        at_end: inputs that only the last stage gets, as labels; every stage gets all others.
     """
 
     name: str
     layers: nn.ModuleList
     before: list[str]
     after: list[str]
-    inputs: frozenset[str]
     first: frozenset[str]
+    at_end: frozenset[str]
 
 
 def cut_of(model: nn.Module) -> Cut:
     """Return how a model may be cut: by the plan of a model of transformers, or by its own attribute `pp_plan`.
 
     A plan has an entry for each module that is called in the forward, in their order, with the names of its inputs and
-    outputs: `{"words": (["input_ids"], ["inputs_embeds"]), "layers": (["inputs_embeds"], ["hidden"]), "head": ...}`.
+    outputs: `"words": (["input_ids"], ["inputs_embeds"]), "layers": (["inputs_embeds"], ["hidden"])`, and then `"head":
+    (["hidden", "labels"], ["logits"])`. Inputs that it names after the layers alone are those of the last stage.
 
     Raises:
         ValueError: there is no plan, or it cannot be followed.
@@ -89,7 +90,7 @@ def cut_of(model: nn.Module) -> Cut:
         raise ValueError(
             f"pp_size cuts a model by a plan, and {kind} has none; give it an attribute such as pp_plan = "
             "{'words': (['input_ids'], ['inputs_embeds']), 'layers': (['inputs_embeds'], ['hidden']), "
-            "'head': (['hidden'], ['logits'])}, and a forward that takes inputs_embeds in place of input_ids"
+            "'head': (['hidden', 'labels'], ['logits'])}, and a forward that takes inputs_embeds in place of input_ids"
         )
     parameters = inspect.signature(base.forward).parameters
     if _HIDDEN not in parameters:
@@ -103,14 +104,17 @@ def cut_of(model: nn.Module) -> Cut:
     # A stage begins its forward with the names that are no module's output.
     made = {_HIDDEN, "hidden_states", *(name for _, outputs in plan.values() for name in outputs)}
     first = {name for entry in names[:place] for name in plan[entry][0]} - made
-    taken = set(parameters) if of_transformers else {name for entry in names[: place + 1] for name in plan[entry][0]}
+    before = {name for entry in names[: place + 1] for name in plan[entry][0]}
+    at_end = {name for entry in names[place + 1 :] for name in plan[entry][0]} - before
+    if of_transformers:  # whose plan is that of its body
+        at_end = inspect.signature(model.forward).parameters.keys() - parameters.keys()
     return Cut(
         name=own + lists[0],
         layers=getattr(base, lists[0]),
         before=[own + name for name in names[:place]],
         after=[*(own + name for name in names[place + 1 :]), *heads],
-        inputs=frozenset(taken - made),
         first=frozenset(first),
+        at_end=frozenset(at_end - made),
     )
 
 
@@ -177,12 +181,13 @@ class Stages:
         self.own, self.last = range(place, size * each, size), size * each - 1
         self.names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.entries = list(model.state_dict())
-        self._hidden, self._ends_early = None, False
+        self._hidden, self._ends_early, self._is_within = None, False, True
         self.tied = self._check_and_find_tied()
         owner, _, attribute = self.cut.name.rpartition(".")
         self.layers = Layers(self.cut.layers)
         setattr(model.get_submodule(owner), attribute, self.layers)
-        self._check_entrance()
+        parameter = next(model.parameters())
+        self.check({}, torch.randn(1, 4, self._width()).to(parameter.device, parameter.dtype))
         kept = {number for stage in self.own for number in self._bounds[stage]}
         for number, layer in enumerate(self.cut.layers):
             if number not in kept:
@@ -197,9 +202,10 @@ class Stages:
                 _replace(model, name)
         for stage in self.own:
             super(Layers, self.layers).__getitem__(self._bounds[stage][-1]).register_forward_hook(self._keep_hidden)
+        self._is_within = False
         self._refuse_generation()
         model.register_forward_pre_hook(self._check_begun)
-        model.register_forward_hook(self._give_hidden, with_kwargs=True)
+        model.register_forward_hook(self._give_hidden)
 
     def run(self, stage: int, inputs: Mapping[str, Any], hidden: torch.Tensor | None) -> Any:
         """Compute a stage: its hidden states, or of the last stage the model's outputs.
@@ -209,19 +215,24 @@ class Stages:
             inputs: of the model, for the whole micro-batch.
             hidden: what the stage before gave; None for the first.
         """
-        given = dict(inputs)
-        if stage != self.last:
-            given = {name: value for name, value in given.items() if name in self.cut.inputs}
-        if hidden is not None:
-            given = {name: value for name, value in given.items() if name not in self.cut.first} | {_HIDDEN: hidden}
-        if self._takes_cache:
-            given["use_cache"] = False  # a stage has some of the layers alone
+        given = self._given(inputs, hidden, to_end=stage == self.last)
         with self._active(stage):
             return self.model(**given)
 
+    def _given(self, inputs: Mapping[str, Any], hidden: torch.Tensor | None, *, to_end: bool) -> dict[str, Any]:
+        left_out = (frozenset() if to_end else self.cut.at_end) | (
+            self.cut.first if hidden is not None else frozenset()
+        )
+        given = {name: value for name, value in inputs.items() if name not in left_out}
+        if hidden is not None:
+            given[_HIDDEN] = hidden
+        if self._takes_cache:
+            given["use_cache"] = False  # a stage has some of the layers alone
+        return given
+
     @contextmanager
     def _active(self, stage: int) -> Iterator[None]:
-        self.layers.active = frozenset(self._bounds[stage])
+        self.layers.active, self._is_within = frozenset(self._bounds[stage]), True
         self._ends_early = stage != self.last
         swapped = self._after if self._ends_early and self.last in self.own else {}
         for name in swapped:
@@ -230,11 +241,12 @@ class Stages:
             yield
         finally:
             self._hidden, self._ends_early, self.layers.active = None, False, frozenset()
+            self._is_within = False
             for name, module in swapped.items():
                 self.model.set_submodule(name, module)
 
     def _check_begun(self, model: nn.Module, inputs: Any) -> None:
-        if not self.layers.active:
+        if not self._is_within:
             raise RuntimeError(
                 f"this process holds some layers of {type(model).__name__} alone (pp_size); call model_wrapped, on "
                 "every process, which passes hidden states on"
@@ -244,7 +256,7 @@ class Stages:
         if self._ends_early:  # not where a layer is computed again for its gradients
             self._hidden = output[0] if isinstance(output, tuple) else output
 
-    def _give_hidden(self, model: nn.Module, inputs: Any, named: Any, output: Any) -> Any:
+    def _give_hidden(self, model: nn.Module, inputs: Any, output: Any) -> Any:
         """Replace the model's outputs by the hidden states, where others go on with them."""
         return self._hidden if self._ends_early else None
 
@@ -278,34 +290,37 @@ class Stages:
         return [name for key, where in held.items() if where == {"before", "after"} for name in names[key]]
 
     @torch.no_grad()
-    def _check_entrance(self) -> None:
-        """Check that what enters between two layers leaves there unchanged: nothing else of the forward changes it.
+    def check(self, inputs: Mapping[str, Any], entered: torch.Tensor) -> None:
+        """Check that hidden states leave as they entered where no layer computes: nothing else of the forward does.
+
+        Args:
+            inputs: of the model.
+            entered: hidden states, of the shape that a layer gets with them.
 
         Raises:
-            ValueError: it does not, as where embeddings are scaled or positions added outside of their modules.
+            ValueError: they do not, as where embeddings are scaled or masks applied outside of the plan's modules.
         """
-        model, parameter = self.model, next(self.model.parameters())
-        entered, left = torch.randn(1, 4, self._width()), list[Any]()
-        entered = entered.to(parameter.device, parameter.dtype)
+        model, left, was_within = self.model, list[Any](), self._is_within
         probe = Elsewhere(nn.Identity())
         probe.register_forward_hook(lambda module, inputs, output: left.append(output))
         afterwards = {name: model.get_submodule(name) for name in self.cut.after}
         for name in afterwards:
             model.set_submodule(name, probe)
-        given: dict[str, Any] = {_HIDDEN: entered} | ({"use_cache": False} if self._takes_cache else {})
+        self._is_within = True
         said = ""
         try:
-            model(**given)
+            model(**self._given(inputs, entered, to_end=False))
         except Exception as error:  # the user's own forward
             said = f" ({type(error).__name__}: {error})"
         finally:
+            self._is_within = was_within
             for name, module in afterwards.items():
                 model.set_submodule(name, module)
         is_same = bool(left) and isinstance(left[0], torch.Tensor) and torch.equal(left[0], entered)
         if said or not is_same:
             raise ValueError(
-                f"pp_size: {type(model).__name__} does not hand {_HIDDEN} unchanged from layer to layer{said}; its "
-                "forward must do nothing but look up embeddings before its layers"
+                f"pp_size: {type(model).__name__} does not hand {_HIDDEN} unchanged from layer to layer{said}, with "
+                f"the inputs {', '.join(inputs) or 'none'}; its forward must change them by modules of the plan alone"
             )
 
     def _width(self) -> int:
