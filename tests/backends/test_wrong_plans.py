@@ -1,4 +1,4 @@
-"""Twenty wrong plans, each refused with the words that mend it."""
+"""Wrong plans, each refused when the Trainer is built, with the words that mend it."""
 
 import re
 
@@ -33,6 +33,13 @@ WRONG = {
     ),
     "heads": (6, {SIZES: "tp=3"}, "tp_size=3 does not divide num_attention_heads=16; 2 do"),
     "keys": (8, {SIZES: "tp=8"}, "tp_size=8 does not divide num_key_value_heads=4; 2, 4 do"),
+    "words": (8, {SIZES: "tp=4"}, "tp_size=4 does not divide num_embeddings=22 of model.embed_tokens; 2 do"),
+    "pieces of heads": (8, {SIZES: "sp=8"}, "sp_size=8 does not divide num_key_value_heads=4; 2, 4 do"),
+    "a plan of no module": (
+        2,
+        {SIZES: "tp=2", "tp_plan": {"lm_head": "replicate"}},
+        "the plan of LlamaForCausalLM names none of its modules (lm_head); give one as tp_plan",
+    ),
     "one process": (1, {SIZES: "tp=2"}, "and 1 were started (WORLD_SIZE); start a multiple, or leave it out"),
     "strategy ddp": (
         2,
@@ -77,8 +84,8 @@ WRONG = {
 def build(folder, options):
     args = TrainingArguments(folder, use_cpu=True, report_to="none", **options)
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "hidden_size": 32, "intermediate_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=24, num_hidden_layers=1, **heads))
-    Trainer(model, args, train_dataset=[{"input_ids": torch.arange(4)}]).prepare()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=22, num_hidden_layers=1, **heads))
+    Trainer(model, args, train_dataset=[{"input_ids": torch.arange(4)}])
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -227,7 +227,7 @@ def prepare_twice():
     ("function", "kind", "message"),
     [
         (accumulate_something_else, TypeError, r"needs the module that prepare\(\) returned, not Linear"),
-        (prepare_twice, ValueError, "divided by fully_shard already"),
+        (prepare_twice, ValueError, "divided over processes already"),
     ],
 )
 def test_misuse_is_named(function, kind, message):

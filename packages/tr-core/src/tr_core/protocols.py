@@ -118,6 +118,10 @@ class Strategy(Collectives, Protocol):
     schedules_micro_batches: bool
     sizes: Mapping[str, int]
 
+    def check_model(self, model: nn.Module) -> None:
+        """Raise `ValueError` if `prepare` would refuse the model for its form. Changes nothing; not collective."""
+        ...
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device and return it wrapped as training needs it.
 

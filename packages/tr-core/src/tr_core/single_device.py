@@ -62,6 +62,9 @@ class StrategyDefaults:
         """Return the strategy: each process has samples of its own."""
         return self
 
+    def check_model(self, model: nn.Module) -> None:
+        """Do nothing: `prepare` refuses no model for its form."""
+
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the optimizer holds the model's own parameters."""
 
@@ -103,6 +106,7 @@ def complete_strategy(strategy: Any) -> Strategy:
         TypeError: attributes cannot be added to the object.
     """
     optional = (
+        "check_model",
         "bind_optimizer",
         "accumulate_fused",
         "run_micro_batches",

@@ -288,6 +288,7 @@ class Trainer(TransformersAttributes):
         self.create_accelerator_and_postprocess()
         check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
         self.check_setup()
+        self.strategy.check_model(self.model)  # again when it prepares the model, which others may replace
         self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
         self._is_built = True
         if not requested():  # a preflight calls no callback: the Hub's would create a repository

@@ -247,12 +247,11 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
         Raises:
             ValueError: the model has no trainable parameter, or is wrapped or sharded already.
         """
+        self.check_model(model)
         accelerator = self.accelerator
         rank0_loads = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
         if not (rank0_loads and self.rank > 0):
             check_trainable(model, self.device)
-        if isinstance(model, FSDPModule):
-            raise ValueError("the model is divided by fully_shard already; give prepare() the model as it was built")
         if not rank0_loads:
             broadcast_values(model, self.device)
         self._earlier |= {id(p): (ref(p), name) for name, p in model.named_parameters()}

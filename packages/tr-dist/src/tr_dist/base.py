@@ -167,6 +167,10 @@ class OnDevice:
         """Return the strategy: each process has samples of its own."""
         return self
 
+    def check_model(self, model: nn.Module) -> None:
+        """Raise `ValueError` if the model is divided over processes already."""
+        check_whole(model)
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device.
 
@@ -297,12 +301,23 @@ class OnDevice:
         return norm
 
 
+def check_whole(model: nn.Module) -> None:
+    """Raise `ValueError` if parameters are divided over processes already, which would share out samples wrongly."""
+    if divided := [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]:
+        raise ValueError(
+            f"parameters of {type(model).__name__} are divided over processes already ({some_of(divided)}), as by "
+            "from_pretrained(tp_plan='auto') or fully_shard; give the model whole: parallelism_config='tp=2', or fsdp, "
+            "divides it"
+        )
+
+
 def check_trainable(model: nn.Module, device: torch.device) -> None:
     """Check that a module can be trained on `device`.
 
     Raises:
-        ValueError: it has no trainable parameter, is wrapped already, or is where it cannot be moved from.
+        ValueError: it has no trainable parameter, is wrapped or divided already, or is where it cannot be moved from.
     """
+    check_whole(model)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ValueError(f"the model is wrapped in {type(model).__name__} already; give prepare() its .module")
     parameters = dict(model.named_parameters())

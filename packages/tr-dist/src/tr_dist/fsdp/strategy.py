@@ -129,15 +129,14 @@ class FSDP(OnRanks):
         Collective. Which parameters are frozen is fixed by this call; frozen parameters are sharded too.
 
         Raises:
-            ValueError: the model has no trainable parameter, is wrapped already, has no values yet (meta device,
-                unless `rank0_loads` and this is not rank 0), or has no module of a named class.
+            ValueError: the model has no trainable parameter, is wrapped or divided already, has no values yet
+                (meta device, unless `rank0_loads` and this is not rank 0), or has no module of a named class.
         """
+        self.check_model(model)
         sharding = self.sharding
         has_values = not (sharding.rank0_loads and self.rank > 0)
         if has_values:
             check_trainable(model, self.device)
-        if isinstance(model, FSDPModule):
-            raise ValueError("the model is divided by fully_shard already; give prepare() the model as it was built")
         units = choose_units(model, sharding)
         values = values_of(model) if sharding.rank0_loads and self.rank == 0 else {}
         if sharding.sync_module_states and not sharding.rank0_loads:

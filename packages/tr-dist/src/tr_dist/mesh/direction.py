@@ -42,6 +42,9 @@ class Direction:
             ValueError: the size does not fit the others.
         """
 
+    def check(self, model: nn.Module) -> None:
+        """Raise `ValueError` if the model cannot be divided so, with what can be done. Before anything is divided."""
+
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the model in place, before it is divided over those that compute other samples.
 

@@ -131,11 +131,12 @@ class Sequences(Direction):
         """Make the groups of those that have a sequence; see `Direction.join`."""
         pieces = among(ranks.transpose(3, 4).reshape(-1, self.size).tolist())
         self.group, self.rank = pieces.group, pieces.rank
+        self._stages, self._parts = ranks.shape[0], ranks.shape[4]
 
-    def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Check the sizes, and have attention exchange; see `Direction.divide`."""
-        config, parts = getattr(model, "config", None), mesh["tp"].size()
-        if mesh["pp"].size() > 1:
+    def check(self, model: nn.Module) -> None:
+        """Check the sizes; see `Direction.check`."""
+        config, parts = getattr(model, "config", None), self._parts
+        if self._stages > 1:
             raise ValueError(f"sp_size={self.size} is not done with pp_size; set one of them to 1")
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
@@ -147,6 +148,9 @@ class Sequences(Direction):
                 of_each = f"{name}={number}" + (f" of which tp_size={parts} leaves {number // parts}" * (parts > 1))
                 others = sizes_that_divide(number // parts)
                 raise ValueError(f"sp_size={self.size} does not divide {of_each}; {others} do")
+
+    def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Have attention exchange; see `Direction.divide`."""
         self._of_transformers = AttentionOfTransformers(self, model)
 
     def finish(self, model: nn.Module) -> None:

@@ -146,6 +146,12 @@ class Mesh(FSDP):
     def _among(self, ranks: list[list[int]]) -> DataRanks:
         return DataRanks(ranks, self.rank, self.local_rank, self.device, self._host, self._timeout)
 
+    def check_model(self, model: nn.Module) -> None:
+        """Raise `ValueError` if the model cannot be divided in every direction."""
+        super().check_model(model)
+        for direction in self._directions:
+            direction.check(model)
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Divide the model in place in every direction, and return it; see `FSDP.prepare`."""
         prepared = super().prepare(model)

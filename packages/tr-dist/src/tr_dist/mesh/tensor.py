@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from tr_dist.base import some_of
+from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, matching, sizes_that_divide
 from tr_dist.mesh.experts import share_out
 
@@ -66,18 +68,21 @@ class Tensor(Direction):
     def __init__(self, size: int, plan: Mapping[str, str] | None = None, *, shares_experts: bool = False) -> None:
         self.size, self._plan, self._shares_experts = size, plan, shares_experts
 
+    def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
+        """Take the number of processes; see `Direction.join`."""
+        self._started = ranks.numel()
+
+    def check(self, model: nn.Module) -> None:
+        """Check the plan and the sizes; see `Direction.check`."""
+        check_sizes(model, self._styles(model), self.size, self._started)
+
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the modules of the plan; see `Direction.divide`."""
-        if divided := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
-            raise ValueError(
-                f"{some_of(divided)} are divided already, as by from_pretrained(tp_plan='auto'); give the model whole, "
-                "and tp_size divides it"
-            )
+        divide(model, self._styles(model), mesh["tp"])
+
+    def _styles(self, model: nn.Module) -> dict[str, str]:
         styles = plan_of(model, self._plan)
-        if self._shares_experts:
-            styles = {name: style for name, style in styles.items() if style != "moe_tp_experts"}
-        check_sizes(model, styles, self.size, mesh.size())
-        divide(model, styles, mesh["tp"])
+        return {name: style for name, style in styles.items() if not self._shares_experts or style != "moe_tp_experts"}
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
@@ -88,7 +93,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
         given: pattern of names, with `*` for one word -> style; None takes the plan that a model of transformers has.
 
     Raises:
-        ValueError: there is no plan, a pattern fits no module, or a style is not known or not for the module.
+        ValueError: there is no plan, it divides nothing, a pattern fits no module, or a style is not known or not for
+            the module.
     """
     plan = getattr(model, "_tp_plan", None) if given is None else given
     if not plan:
@@ -108,6 +114,11 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
                 f"{', '.join(_STYLES)}"
             )
         styles |= {name: style for name in found if style not in _AS_IT_IS}
+    if not styles:
+        raise ValueError(
+            f"tp_size: the plan of {type(model).__name__} names none of its modules ({', '.join(plan)}); give one as "
+            f"tp_plan, for {some_of(sorted(modules)[1:])}"
+        )
     return styles
 
 
