@@ -288,7 +288,6 @@ class Trainer(TransformersAttributes):
         self.create_accelerator_and_postprocess()
         check_given_parts_fit(self.model, self.optimizer, self.lr_scheduler)
         self.check_setup()
-        self.strategy.check_model(self.model)  # again when it prepares the model, which others may replace
         self._built_with, self._settled_assignments = values_when_built(self.args), self.args.num_assignments
         self._is_built = True
         if not requested():  # a preflight calls no callback: the Hub's would create a repository
@@ -310,6 +309,8 @@ class Trainer(TransformersAttributes):
                 "which each computes some layers; override compute_loss, which is called where the last layers are, or "
                 "leave pp_size out"
             )
+        if not self._is_prepared:
+            self.strategy.check_model(self.model)
         check_step_compile(args, self.strategy, self.model, self.overrides)
         check_evaluation(args, self.model, self.compute_metrics, self.loss_rule.counts)
         is_complete = self._is_built or not self.overrides("_get_output_dir")  # which may need what a subclass sets
