@@ -143,7 +143,7 @@ def train(folder, name, options, steps=4, resume=None):
 
 def mesh(world, sizes, **options):
     """Return how many processes there are, and the arguments by which four samples are a micro-batch on them."""
-    replicas = world // 2 if "tp=2" in sizes else world
+    replicas = world // 2 if "tp=2" in sizes or "sp=2" in sizes else world
     return world, {"parallelism_config": sizes, "per_device_train_batch_size": 4 // replicas, **options}
 
 
@@ -158,6 +158,10 @@ MESHES = {
     "ep 4, replicas 2, shards 2": mesh(4, "ep=4,dp_replicate=2,dp_shard=2", **SHARDED),
     "ep 2, tp 2": mesh(4, "ep=2,tp=2"),
     "ep 2, tp 2, shards 2": mesh(4, "ep=2,tp=2,dp_shard=2", **SHARDED),
+    "ep 2, sp 2": mesh(2, "ep=2,sp=2"),
+    "ep 2, sp 2, replicas 2": mesh(4, "ep=2,sp=2"),
+    "ep 2, sp 2, shards 2": mesh(4, "ep=2,sp=2,dp_shard=2", **SHARDED),
+    "ep 4, sp 2, replicas 2": mesh(4, "ep=4,sp=2"),
     "tp 2": mesh(2, "tp=2"),
     "tp 2, shards 2": mesh(4, "tp=2,dp_shard=2", **SHARDED),
 }
@@ -191,8 +195,14 @@ def in_the_night(first, *others):
     ("name", "form"),
     in_the_night(
         ("qwen", "ep 2"),
-        *((name, form) for name in ("qwen", "mixtral", "plain") for form in MESHES if "tp" not in form),
+        *(
+            (name, form)
+            for name in ("qwen", "mixtral", "plain")
+            for form in MESHES
+            if "tp" not in form and "sp" not in form
+        ),
         *((name, form) for name in ("qwen", "mixtral") for form in MESHES if "tp" in form),
+        *(("qwen", form) for form in MESHES if "sp" in form),
     ),
 )
 def test_experts_that_are_shared_out_give_the_numbers_of_one_process(name, form, tmp_path):

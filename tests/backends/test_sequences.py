@@ -229,6 +229,7 @@ class Pooled(Plain):
 
 
 WORDS = {"input_ids": torch.arange(14).reshape(2, 7)}
+LABELS = WORDS["input_ids"].masked_fill(WORDS["input_ids"] < 3, -100)  # 11, of which pieces have no exact shares
 REFUSALS = {
     "heads": (llama, 3, WORDS, "sp_size=3 does not divide num_attention_heads=8; 2, 4, 8 do"),
     "places": (lambda: Plain(with_positions=False), 2, WORDS, "takes the place of a word from position_ids"),
@@ -281,14 +282,14 @@ def exchanges():
 
     attention.exchange = counted
     strategy = Mesh(directions=[Sequences(2)], use_cpu=True)
-    model = strategy.prepare(Plain())
+    model = strategy.prepare(Plain().double())
     logits = model(**WORDS).detach()  # the first, at which it is looked
     sent.clear()
     with strategy.accumulate(model, sync=True):
         outputs = model(**WORDS, position_ids=None, labels=None)
         strategy.backward(outputs.square().mean())
     of_step = list(sent)
-    loss, of_pieces = model(**WORDS, labels=WORDS["input_ids"]).values()
+    loss, of_pieces = model(**WORDS, labels=LABELS).values()
     try:
         of_pieces.softmax(-1)
     except AttributeError as error:
@@ -299,11 +300,11 @@ def exchanges():
 
 @row("numbers")
 def test_a_step_exchanges_four_times_a_layer_and_direction():
-    model = Plain()
-    loss, logits = model(**WORDS, labels=WORDS["input_ids"]).values()
+    model = Plain().double()
+    loss, logits = model(**WORDS, labels=LABELS).values()
     for sent, found, found_loss, words in run_ranks(exchanges, 2, timeout_s=300):
-        rows, piece, features, four_bytes, layers = 2, 4, 16, 4, 2
-        assert sent == [rows * piece * features * four_bytes] * (4 * layers * 2)
-        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
-        assert found_loss == pytest.approx(loss.item(), rel=1e-5)
+        rows, piece, features, eight_bytes, layers = 2, 4, 16, 8, 2
+        assert sent == [rows * piece * features * eight_bytes] * (4 * layers * 2)
+        torch.testing.assert_close(found, logits, rtol=1e-12, atol=1e-12)
+        assert found_loss == pytest.approx(loss.item(), rel=1e-12)
         assert "are not gathered in training" in words

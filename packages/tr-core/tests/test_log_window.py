@@ -1,4 +1,4 @@
-"""Count the input tokens that were trained on."""
+"""Count the input tokens that were trained on, and add up losses."""
 
 import time
 
@@ -8,8 +8,9 @@ from support.callbacks import on
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
-from tr_core.log_window import TokenCounter
+from tr_core.log_window import LogWindow, TokenCounter
 from tr_core.results import speed_metrics
+from tr_core.single_device import SingleDevice
 
 PAD = 9
 
@@ -118,3 +119,24 @@ def test_without_mask_or_padding_token_it_is_not_guessed_what_is_padding(mask):
     inputs = {"tokens": torch.ones(1, 3), **({} if mask is None else {"attention_mask": mask})}
     with pytest.raises(ValueError, match="'non_padding' cannot tell what is padding: batches have no attention_mask"):
         TokenCounter("tokens", only_real=True).count(MicroBatch(inputs, 1.0, 1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_losses_are_added_up_in_their_type_also_after_a_resume(dtype):
+    batch, thirds = (
+        MicroBatch({"tokens": torch.ones(2, 3)}, 1.0, 2, 2),
+        [torch.tensor(n / 3, dtype=dtype) for n in (1, 4)],
+    )
+    strategy = SingleDevice(use_cpu=True)
+    whole, resumed = LogWindow(strategy), LogWindow(strategy)
+    for window in (whole, resumed):
+        window.begin_step(0)
+    whole.add(thirds[0], batch)
+    whole.grad_norm = thirds[0]
+    resumed.load([whole.read()], 0, 1)
+    for window in (whole, resumed):
+        window.begin_step(1)
+        window.add(thirds[1], batch)
+        assert window.loss_sum.dtype == dtype
+        assert torch.equal(window.loss_sum, thirds[0] + thirds[1])
+        assert window.read()["grad_norm"] == thirds[0].item()

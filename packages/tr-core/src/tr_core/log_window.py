@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
-from tr_core.metric_means import MetricWindow, Sums, read_scalars, weighted_means
+from tr_core.metric_means import MetricWindow, Sums, accumulator_dtype, read_scalars, weighted_means
 from tr_core.model_io import main_input_name, to_device
 from tr_core.protocols import Collectives
 from tr_core.results import speed_metrics
@@ -121,8 +121,7 @@ class LogWindow:
         self.step_loss = loss if is_first else self.step_loss + loss
         if self.filters_nonfinite:  # the mean of the window so far replaces a loss that is not finite
             loss = torch.where(torch.isfinite(loss), loss, self.loss_sum / (1 + self.step - self.last_logged_step))
-        total = self.loss_sum + loss  # not in place: a step may be repeated or skipped
-        self.loss_sum = total if total.dtype is self.loss_sum.dtype else total.to(self.loss_sum.dtype)
+        self.loss_sum = self.loss_sum + loss  # not in place: a step may be repeated or skipped
         if batch.total is None:
             self.throughput.count_own(batch)
         else:  # without a call: a step has few
@@ -221,14 +220,18 @@ class LogWindow:
         """Restore a saved window of all ranks; another number of ranks shares it evenly."""
         own = share_window(windows, rank, world_size)
         norm = own["grad_norm"]
-        self.grad_norm = None if norm is None else torch.full_like(self._zero, norm)
-        self.loss_sum = torch.full_like(self._zero, own["loss"])
+        self.grad_norm = None if norm is None else self._as_saved(norm)
+        self.loss_sum = self._as_saved(own["loss"])
         self.num_nonfinite = torch.full_like(self.num_nonfinite, own["nonfinite"])
         self.num_skipped = torch.full_like(self.num_skipped, own["skipped"])
         self.means.load(own["metrics"])
         # Steps of an earlier call count for the next log, but not for the mean loss of this call.
         self.logged_loss = -sum(window["loss"] for window in windows) / len(windows)
         self._logged_skips = -own["skipped"]
+
+    def _as_saved(self, number: float) -> torch.Tensor:
+        is_single = torch.full((), number, dtype=self._zero.dtype).item() == number
+        return torch.full_like(self._zero, number, dtype=None if is_single else accumulator_dtype(self._zero.device))
 
 
 def is_nonfinite(loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:

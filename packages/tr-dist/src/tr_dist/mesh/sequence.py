@@ -242,7 +242,7 @@ class Sequences(Direction):
                 whole[name] = F.pad(value, (*(0, 0) * (value.dim() - 2), 0, padding), value=filling)
                 inputs[name] = whole[name].narrow(1, start, piece).contiguous()
         counted = whole[labels] != _IGNORED if labels else torch.arange(piece * self.size)[None] < length
-        share = counted.narrow(1, start, piece).sum() / counted.sum()
+        share = counted.narrow(1, start, piece).sum().double() / counted.sum()
         positions = whole["position_ids"].expand(rows, -1) if named.get("position_ids") is not None else None
         self.division = Division(length, piece, whole.get("attention_mask"), positions, share)
         asks = self._of_transformers and self._of_transformers.names and "attention_mask" in parameters
