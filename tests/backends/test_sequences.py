@@ -5,7 +5,14 @@ import torch
 from test_mesh import ALONE, SHARDED, SMALL, StopAt, assert_close, in_the_night, row
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
@@ -65,6 +72,11 @@ def llama(**options):
 def qwen(**options):
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**SMALL, **HEADS, tie_word_embeddings=True, **options))
+
+
+def balanced():
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **HEADS, **sizes))
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
@@ -242,6 +254,7 @@ REFUSALS = {
         WORDS | {"labels": torch.zeros(2, dtype=torch.long)},
         "labels of shape (2,) is not of sequences",
     ),
+    "balance of experts": (balanced, 2, WORDS | {"labels": LABELS}, "is another one for a sequence in pieces"),
     "cache": (llama, 2, WORDS | {"past_key_values": ()}, "generation with a cache is not done"),
 }
 
