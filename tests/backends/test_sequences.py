@@ -240,13 +240,45 @@ class Pooled(Plain):
         return super().forward(input_ids, position_ids=position_ids).mean(1)
 
 
+class Targets(Plain):
+    """Calls its labels otherwise, and takes their mean."""
+
+    def forward(self, input_ids, position_ids=None, targets=None):
+        logits = super().forward(input_ids, position_ids=position_ids)
+        return self.loss_function(logits, targets)
+
+
+class Masked(Plain):
+    """Says which labels count in an input whose name sounds like labels."""
+
+    def forward(self, input_ids, position_ids=None, labels=None, label_mask=None):
+        logits = super().forward(input_ids, position_ids=position_ids)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return (losses * label_mask.flatten()).sum() / label_mask.sum()
+
+
+class Counted(Plain):
+    """Counts every word as a target."""
+
+    def forward(self, input_ids, position_ids=None, labels=None):
+        logits = super().forward(input_ids, position_ids=position_ids)
+        return -logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None]).mean()
+
+
 WORDS = {"input_ids": torch.arange(14).reshape(2, 7)}
 LABELS = WORDS["input_ids"].masked_fill(WORDS["input_ids"] < 3, -100)  # 11, of which pieces have no exact shares
+DIFFERS = "is another one for a sequence in pieces"
+TARGETS, MASKED = WORDS | {"targets": LABELS}, WORDS | {"labels": LABELS, "label_mask": torch.ones(2, 7)}
 REFUSALS = {
+    "other labels": (Targets, 2, TARGETS, DIFFERS),
+    "no labels": (Masked, 2, MASKED, DIFFERS),
+    "no labels, whole numbers": (Masked, 2, MASKED | {"label_mask": torch.ones(2, 7, dtype=torch.long)}, DIFFERS),
+    "padding is a target": (Counted, 2, WORDS | {"labels": WORDS["input_ids"]}, DIFFERS),
+    "a mask of labels": (Masked, 2, MASKED, DIFFERS),
     "heads": (llama, 3, WORDS, "sp_size=3 does not divide num_attention_heads=8; 2, 4, 8 do"),
     "places": (lambda: Plain(with_positions=False), 2, WORDS, "takes the place of a word from position_ids"),
     "no attention": (Alone, 2, WORDS, "called no attention that can be divided"),
-    "pooled": (Pooled, 2, WORDS, "is another one for a sequence in pieces than for the whole one"),
+    "pooled": (Pooled, 2, WORDS, DIFFERS),
     "heads of a module": (Plain, 3, WORDS, "sp_size=3 does not divide 4 heads; 2, 4 do"),
     "entry": (
         Plain,
@@ -254,7 +286,7 @@ REFUSALS = {
         WORDS | {"labels": torch.zeros(2, dtype=torch.long)},
         "labels of shape (2,) is not of sequences",
     ),
-    "balance of experts": (balanced, 2, WORDS | {"labels": LABELS}, "is another one for a sequence in pieces"),
+    "balance of experts": (balanced, 2, WORDS | {"labels": LABELS}, DIFFERS),
     "cache": (llama, 2, WORDS | {"past_key_values": ()}, "generation with a cache is not done"),
 }
 
@@ -264,9 +296,12 @@ def attempt(case):
     from tr_dist.mesh.sequence import Sequences
 
     build, size, batch, _ = REFUSALS[case]
-    strategy = Mesh(directions=[Sequences(size)], use_cpu=True)
+    strategy = Mesh(directions=[Sequences(size, ["labels"] if case == "a mask of labels" else None)], use_cpu=True)
     try:
-        strategy.prepare(build())(**batch)
+        model = strategy.prepare(build())
+        if case == "padding is a target":
+            model(**{name: value[:, :2] for name, value in batch.items()})  # of these none is padded
+        model(**batch)
     except ValueError as error:
         return str(error)
     finally:
@@ -280,6 +315,29 @@ def attempt(case):
 def test_what_cannot_be_divided_is_refused(case):
     for text in run_ranks(attempt, REFUSALS[case][1], case, timeout_s=300):
         assert REFUSALS[case][3] in text
+
+
+def loss_of_targets(label_names, batches):
+    from tr_dist.mesh import Mesh
+    from tr_dist.mesh.sequence import Sequences
+
+    strategy = Mesh(directions=[Sequences(2, label_names)], use_cpu=True)
+    model = strategy.prepare(Targets())
+    found = [model(**batch).item() for batch in batches]
+    strategy.close()
+    return found
+
+
+@row("numbers")
+def test_labels_of_any_name_are_those_that_label_names_names():
+    short = {
+        "input_ids": torch.tensor([[3, 5]]),
+        "targets": torch.tensor([[5, 7]]),
+    }  # without padding, and looked at first
+    batches = [short, TARGETS, {name: value.flip(1) for name, value in TARGETS.items()}]
+    expected = [Targets()(**batch).item() for batch in batches]
+    for found in run_ranks(loss_of_targets, 2, ["targets"], batches, timeout_s=300):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def exchanges():

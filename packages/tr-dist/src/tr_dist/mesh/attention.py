@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 
 class Exchange(torch.autograd.Function):
@@ -33,6 +35,26 @@ def exchange(value: torch.Tensor, group: dist.ProcessGroup, split: int, join: in
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), join)
+
+
+class AttentionOfTorch(TorchFunctionMode):
+    """Exchanges around `scaled_dot_product_attention` where a module calls it in a forward in pieces."""
+
+    def __init__(self, sequences: Any) -> None:
+        super().__init__()
+        self._sequences = sequences
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs, sequences = kwargs or {}, self._sequences
+        if func is not F.scaled_dot_product_attention or sequences.state != "pieces":
+            return func(*args, **kwargs)
+        bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        states = sequences.to_heads(*(bound.pop(name) for name in ("query", "key", "value")))
+        bound["attn_mask"] = sequences.whole_mask(
+            bound.get("attn_mask"), is_causal=bool(bound.get("is_causal")), device=states[0].device
+        )
+        sequences.seen["torch"] += 1
+        return Exchange.apply(func(*states, **bound), sequences.group, 2, 1)
 
 
 class AttentionOfTransformers:

@@ -8,17 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tr_dist.mesh.attention import AttentionOfTransformers, Exchange
+from tr_dist.mesh.attention import AttentionOfTorch, AttentionOfTransformers, Exchange
 from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, sizes_that_divide
 from tr_dist.mesh.tensor import HEADS
@@ -27,28 +26,11 @@ _IGNORED = -100
 _COUNT = "num_items_in_batch"
 
 
-class _AddUp(torch.autograd.Function):
-    """The sum of what the processes of a sequence computed of a loss; each gets the gradient of all.
-
-    FSDP takes the mean of gradients over these processes, so it is multiplied by their number.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.size = dist.get_world_size(group)
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * ctx.size, None
-
-
 class _Gather(torch.autograd.Function):
-    """Pieces along dimension 1 joined on each process; its piece of the gradient counts as in `_AddUp`.
+    """Pieces along dimension 1 joined on each process.
 
-    All processes compute the same from what is joined, so each has the gradient of all of it.
+    All processes compute the same from what is joined, so each has the gradient of all of it. FSDP takes the mean of
+    gradients over these processes, so that of the own piece is multiplied by their number.
     """
 
     @staticmethod
@@ -72,14 +54,14 @@ class Division:
         piece: length of each process's piece.
         mask: 2-D attention mask of the whole sequences, padded; None if none was given.
         positions: of the whole sequences, padded, `(batch, length)`; None if none were given.
-        share: of the targets that the loss is a mean over, those in this piece; a scalar.
+        share: of the targets that a loss is a mean over, those in this piece; a scalar. None without labels.
     """
 
     length: int
     piece: int
     mask: torch.Tensor | None
     positions: torch.Tensor | None
-    share: torch.Tensor
+    share: torch.Tensor | None
 
 
 class InPieces:
@@ -110,21 +92,21 @@ class Sequences(Direction):
 
     Args:
         size: number of processes.
+        label_names: inputs that are labels; None for those parameters of the forward whose names contain `label`.
     """
 
     name = "sp"
     division: Division  # of the batch that is computed
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, label_names: Sequence[str] | None = None) -> None:
+        self.size, self._label_names = size, label_names
         self.state: str | None = None  # whether now "pieces" are computed, or a "whole" short batch; None outside
         self.seen: Counter[str] = Counter()  # attentions that exchanged
         self._forms: dict[Any, list[str]] = {}
         self._is_looking = False
         self._around = ExitStack()  # what a forward in pieces is in
         self._rules: list[str] = []
-        self._keeps_pieces = False
-        self._mode = _AttentionOfTorch(self)
+        self._mode = AttentionOfTorch(self)
         self._of_transformers: AttentionOfTransformers | None = None
 
     def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
@@ -179,13 +161,11 @@ class Sequences(Direction):
         if self._is_looking:
             return None
         named = _named(model, args, given)
-        form = _form(named)
+        # Sequences of a word for each process are not padded as those are at which it is looked.
+        form = (_form(named), _main(model, named).shape[1] > self.size)
         if form not in self._forms:
             self._forms[form] = self._look(model, named)
         self._rules = self._forms[form]
-        self._keeps_pieces = torch.is_grad_enabled() and any(
-            "label" in name for name in named if named[name] is not None
-        )
         pieces = self._split(model, named)
         self._enter(model)
         return (), pieces
@@ -223,13 +203,12 @@ class Sequences(Direction):
         rows, length = main.shape[:2]
         piece = -(-length // self.size)
         padding, start = piece * self.size - length, self.rank * piece
-        inputs, parameters = dict(named), _parameters(model)
+        inputs, parameters, labels = dict(named), _parameters(model), self._labels(model, named)
         if "position_ids" in parameters and inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(length, device=main.device)[None]
-        labels = next((name for name, value in inputs.items() if "label" in name and value is not None), None)
-        if labels is not None and labels != "shift_labels" and _shifts(model, parameters):
-            inputs["shift_labels"] = F.pad(inputs[labels], (0, 1), value=_IGNORED)[..., 1:]
-            parameters, labels = {**parameters, "shift_labels": None}, "shift_labels"
+        if labels and labels[0] != "shift_labels" and _shifts(model):
+            inputs["shift_labels"] = F.pad(inputs[labels[0]], (0, 1), value=_IGNORED)[..., 1:]
+            labels.insert(0, "shift_labels")
         whole: dict[str, torch.Tensor] = {}
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and value.dim():
@@ -238,11 +217,11 @@ class Sequences(Direction):
                         f"sp_size={self.size}: {name} of shape {tuple(value.shape)} is not of sequences of shape "
                         f"{(rows, length)}, so how it is divided cannot be decided; leave it out of the batch"
                     )
-                filling = _IGNORED if "label" in name else 0
+                filling = _IGNORED if name in labels else 0
                 whole[name] = F.pad(value, (*(0, 0) * (value.dim() - 2), 0, padding), value=filling)
                 inputs[name] = whole[name].narrow(1, start, piece).contiguous()
-        counted = whole[labels] != _IGNORED if labels else torch.arange(piece * self.size)[None] < length
-        share = counted.narrow(1, start, piece).sum().double() / counted.sum()
+        counted = whole[labels[0]] != _IGNORED if labels else None
+        share = None if counted is None else counted.narrow(1, start, piece).sum().double() / counted.sum()
         positions = whole["position_ids"].expand(rows, -1) if named.get("position_ids") is not None else None
         self.division = Division(length, piece, whole.get("attention_mask"), positions, share)
         asks = self._of_transformers and self._of_transformers.names and "attention_mask" in parameters
@@ -251,14 +230,21 @@ class Sequences(Direction):
             inputs["attention_mask"] = torch.ones((rows, piece), dtype=torch.long, device=main.device)
         return inputs
 
+    def _labels(self, model: nn.Module, named: Mapping[str, Any]) -> list[str]:
+        """Return the names of the labels that are given; first those by which targets are counted."""
+        names = self._label_names
+        if names is None:
+            names = [name for name in _parameters(model) if "label" in name]
+        return [name for name in dict.fromkeys(("shift_labels", *names)) if named.get(name) is not None]
+
     def _join(self, value: Any, rule: str) -> Any:
-        if rule == "sum":
-            return _AddUp.apply(value, self.group)
         if rule == "mean":
-            share = self.division.share.to(value.device)
+            share = cast("torch.Tensor", self.division.share).to(value.device)
             # A mean over no target is NaN, and is no part of the mean over all.
-            return _AddUp.apply(torch.where(share == 0, 0, value) * share.to(value.dtype), self.group)
-        if rule == "piece" and self._keeps_pieces:
+            value = torch.where(share == 0, 0, value) * share.to(value.dtype)
+        if rule in ("sum", "mean"):
+            return self.gather(value.reshape(1, 1)).sum()
+        if rule == "piece" and torch.is_grad_enabled() and self.division.share is not None:
             return InPieces()
         return self.gather(value)[:, : self.division.length] if rule == "piece" else value
 
@@ -294,28 +280,23 @@ class Sequences(Direction):
             ValueError: what it is for other pieces is unknown.
         """
         now = self.division
-        length, is_padded = now.piece * self.size, now.piece * self.size > now.length
-        is_there = torch.arange(length, device=device) < now.length
+        is_there = torch.arange(now.piece * self.size, device=device) < now.length
+        is_padded = len(is_there) > now.length
         if mask is None:
             return is_there[None, None, None] if is_padded and not is_causal else None
-        if mask.shape[-1] == now.piece and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
-            mask = self.gather(mask.flatten(1))[:, None, None]
-        if (
-            mask.shape[-1] != length
-            or mask.shape[-2:-1] not in ((1,), (length,))
-            or mask.shape[-3:-2] not in ((), (1,))
-        ):
+        if mask.dim() != 4 or mask.shape[1:] != (1, 1, now.piece):
             raise ValueError(
-                f"sp_size={self.size}: attn_mask of shape {tuple(mask.shape)} is neither of the whole sequence, "
-                f"{length} positions, nor (batch, 1, 1, {now.piece}) of a piece; use is_causal=True, or such a mask of "
-                "keys"
+                f"sp_size={self.size}: attn_mask of shape {tuple(mask.shape)} is not (batch, 1, 1, {now.piece}), of "
+                "the keys of a piece; use is_causal=True, or such a mask"
             )
+        mask = self.gather(mask.flatten(1))[:, None, None]
         if not is_padded:
             return mask
         return mask & is_there if mask.dtype == torch.bool else mask.masked_fill(~is_there, float("-inf"))
 
     # Whether it is the same in pieces
 
+    @torch.no_grad()
     def _look(self, model: nn.Module, named: Mapping[str, Any]) -> list[str]:
         """Compute a short batch whole and in pieces, and return how each output is joined. Collective. Sync: once.
 
@@ -323,18 +304,17 @@ class Sequences(Direction):
             ValueError: an output is not that of the whole sequence, however it is joined.
         """
         self._split(model, named)  # refuses first what is not of the sequences
-        short = _short(model, named, self.size)
+        short = _short(model, named, self.size, self._labels(model, named))
         modes = [(module, module.training) for module in model.modules()]
         seen, self._is_looking = self.seen.copy(), True
         try:
             for module, _ in modes:
                 module.training = False
-            with torch.no_grad():
-                self.state = "whole"
-                expected, _ = tree_flatten(model(**short))
-                pieces = self._split(model, short)
-                self._enter(model)
-                found, _ = tree_flatten(model(**pieces))
+            self.state = "whole"
+            expected, _ = tree_flatten(model(**short))
+            pieces = self._split(model, short)
+            self._enter(model)
+            found, _ = tree_flatten(model(**pieces))
         finally:
             self._around.close()
             self.state, self._is_looking = None, False
@@ -368,7 +348,8 @@ class Sequences(Direction):
                     f"the whole one (relative error by how pieces are joined: {seen}). A model that can be divided "
                     "takes the place of a word from position_ids, works on each position by itself but for attention, "
                     "and has a loss that is a mean over targets, or their sum divided by num_items_in_batch; where it "
-                    "predicts the next position, its forward or loss_function takes shift_labels"
+                    "predicts the next position, its forward or loss_function takes shift_labels. Labels are named by "
+                    "label_names, or by parameters of its forward that are called so"
                 )
         return chosen
 
@@ -376,38 +357,16 @@ class Sequences(Direction):
         """Return ways to join one output of a short batch, with the relative error of each."""
         if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
             return {"as it is": torch.full((), 0.0 if type(whole) is type(part) else torch.inf)}
+        now, is_there = self.division, ...
+        ways = ["as it is"] if whole.shape == part.shape else []
         if whole.dim() == 0 and whole.is_floating_point():
-            names = ("sum", "mean", "as it is") if short.get(_COUNT) is not None else ("mean", "sum", "as it is")
-            return {name: _error(whole, self._join(part, name)) for name in names}
-        if whole.shape == part.shape:
-            return {"as it is": _error(whole, part)}
-        if whole.dim() > 1 and whole.shape[:1] == part.shape[:1] and part.shape[1] == self.division.piece:
-            joined = self.gather(part)[:, : self.division.length]
-            if joined.shape == whole.shape:
-                mask = short.get("attention_mask")
-                is_there = slice(None) if mask is None or mask.shape != whole.shape[:2] else mask.bool()
-                return {"piece": _error(whole[is_there], joined[is_there])}
-        return {f"shape {tuple(part.shape)} in place of {tuple(whole.shape)}": torch.full((), torch.inf)}
-
-
-class _AttentionOfTorch(TorchFunctionMode):
-    """Exchanges around `scaled_dot_product_attention` where a module calls it in a forward in pieces."""
-
-    def __init__(self, sequences: Sequences) -> None:
-        super().__init__()
-        self._sequences = sequences
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs, sequences = kwargs or {}, self._sequences
-        if func is not F.scaled_dot_product_attention or sequences.state != "pieces":
-            return func(*args, **kwargs)
-        bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        states = sequences.to_heads(*(bound.pop(name) for name in ("query", "key", "value")))
-        bound["attn_mask"] = sequences.whole_mask(
-            bound.get("attn_mask"), is_causal=bool(bound.get("is_causal")), device=states[0].device
-        )
-        sequences.seen["torch"] += 1
-        return Exchange.apply(func(*states, **bound), sequences.group, 2, 1)
+            mean = ["mean"] if now.share is not None else []
+            ways = ["sum", *mean, *ways] if short.get(_COUNT) is not None else [*mean, "sum", *ways]
+        elif whole.shape[1:2] == (now.length,) and part.shape == (whole.shape[0], now.piece, *whole.shape[2:]):
+            mask, ways = short.get("attention_mask"), ["piece"]
+            is_there = ... if mask is None or mask.shape != whole.shape[:2] else mask.bool()
+        found = {way: _error(whole[is_there], self._join(part, way)[is_there]) for way in ways}
+        return found or {f"shape {tuple(part.shape)} in place of {tuple(whole.shape)}": torch.full((), torch.inf)}
 
 
 @contextmanager
@@ -457,12 +416,11 @@ def _parameters(model: nn.Module) -> dict[str, Any]:
     return dict(inspect.signature(unwrap().forward).parameters)
 
 
-def _shifts(model: nn.Module, parameters: Mapping[str, Any]) -> bool:
+def _shifts(model: nn.Module) -> bool:
     """Whether the loss takes labels that are shifted already, by its signature: then it shifts those that are not."""
     function = getattr(model, "loss_function", None)
-    return "shift_labels" in parameters or (
-        callable(function) and "shift_labels" in inspect.signature(function).parameters
-    )
+    declared = inspect.signature(function).parameters if callable(function) else {}
+    return "shift_labels" in {*declared, *_parameters(model)}
 
 
 def _main(model: nn.Module, named: Mapping[str, Any]) -> torch.Tensor:
@@ -473,7 +431,7 @@ def _main(model: nn.Module, named: Mapping[str, Any]) -> torch.Tensor:
     return tensors.get(getattr(model, "main_input_name", "input_ids"), next(iter(tensors.values())))
 
 
-def _short(model: nn.Module, named: Mapping[str, Any], size: int) -> dict[str, Any]:
+def _short(model: nn.Module, named: Mapping[str, Any], size: int, labels: Sequence[str]) -> dict[str, Any]:
     """Return two sequences of a batch, so short that they can be computed whole, and so long that they are padded."""
     length = _main(model, named).shape[1]
     cut = min(length, 16 * size)
@@ -487,12 +445,15 @@ def _short(model: nn.Module, named: Mapping[str, Any], size: int) -> dict[str, A
         else value
         for name, value in named.items()
     }
-    for name, value in short.items():
-        if "label" in name and isinstance(value, torch.Tensor) and not value.is_floating_point():
-            # Each word is a target, that each piece has some; the first class is one that every model has.
-            there = value.clamp_min(0)
-            mask = short.get("attention_mask")
-            short[name] = there if mask is None or mask.shape != value.shape else there.masked_fill(mask == 0, _IGNORED)
+    mask = short.get("attention_mask")
+    for number, name in enumerate(labels):
+        if not short[name].is_floating_point():
+            # Words are targets, that each piece has some, but those by which a count of anything else shows. The first
+            # class is one that every model has.
+            short[name] = short[name].clamp_min(0)
+            if mask is not None and mask.shape == short[name].shape:
+                short[name].masked_fill_(mask == 0, _IGNORED)
+            short[name][:1, 1 : 2 + number] = _IGNORED
     return short
 
 

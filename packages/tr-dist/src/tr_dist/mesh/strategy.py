@@ -26,7 +26,7 @@ from tr_log import get_logger, warning_once
 
 # From the outermost: each makes its direction from the arguments.
 _DIRECTIONS: tuple[Callable[[Any], Direction], ...] = (
-    lambda args: Sequences(sizes_of(args).get("sp_size", 1)),
+    lambda args: Sequences(sizes_of(args).get("sp_size", 1), args.label_names),
     lambda args: Tensor(
         sizes_of(args).get("tp_size", 1), args.tp_plan, shares_experts=sizes_of(args).get("ep_size", 1) > 1
     ),
