@@ -149,6 +149,24 @@ def _parallelism(args: AllFields) -> Iterator[Rule]:
         yield ("parallelism_config", "fsdp"), "divides a model by dp_shard_size; set fsdp='full_shard auto_wrap' too"
 
 
+def _elastic(args: AllFields) -> Iterator[Rule]:
+    shards = args.virtual_shards
+    if args.elastic is None:
+        if shards is not None:
+            yield ("virtual_shards", "elastic"), "has no effect alone; set elastic='bitwise'"
+        return
+    if shards is None or shards & (shards - 1):
+        yield ("elastic", "virtual_shards"), "needs a power of two: the most processes that the run may ever have"
+    if args.strategy not in ("auto", "single", "ddp", "fsdp"):
+        yield ("elastic", "strategy"), "is done by strategy='auto', 'ddp' or 'fsdp'"
+    others = ("fp16", "deepspeed", "parallelism_config", "auto_find_batch_size", "overfit_batches")
+    others += ("ddp_find_unused_parameters", "step_compile", "torch_compile")
+    if refused := [name for name in others if getattr(args, name) not in (None, False, "off")]:
+        yield ("elastic", *refused), "cannot be had together: leave the others out"
+    if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
+        yield ("elastic", "accelerator_config"), "gradients are exchanged once a shard: leave sync_each_batch out"
+
+
 def _plans(args: AllFields) -> Iterator[Rule]:
     sizes = args.parallelism_config or {}
     if args.tp_plan and sizes.get("tp_size", 1) == 1:
@@ -172,6 +190,7 @@ _RULES: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (
     _best_model,
     _sharding,
     _parallelism,
+    _elastic,
     _plans,
 )
 _RULES_OF_EFFECT: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (_loading, _average, _noise, _sharding_options)

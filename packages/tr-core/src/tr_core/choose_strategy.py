@@ -59,6 +59,8 @@ def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
                 f"{option} is set, and strategy={name!r} does not act on it (its acts_on is "
                 f"{sorted(strategy.acts_on)}); leave {option} out, or set strategy='auto'"
             )
+    if args.elastic is not None and given is not None:
+        raise ValueError(f"elastic={args.elastic!r} chooses its own strategy, and {name} was given; leave one of them out")
     sizes = args.parallelism_config or {}
     wanted = {size: number for size in WITHIN_SAMPLES if (number := sizes.get(size, 1)) > 1}
     together = strategy.world_size // strategy.data.world_size
@@ -95,6 +97,8 @@ def _name(args: TrainingArguments) -> str:
         divided = "mesh" if together else "fsdp" if args.fsdp else ""
         sharded = "deepspeed" if args.deepspeed else "xla" if belongs_on_xla(args) else divided
         name = sharded or ("ddp" if world_size > 1 else _of_one_process(args))
+    if args.elastic is not None:
+        name = "elastic"
     if world_size == 1:
         check_processes_started(os.environ)
     factors = {size: number for size, number in sizes.items() if size in FACTORS}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tr_core.data.sampler import MicroBatch
+from tr_core.data.virtual_shards import on_grid
 from tr_core.metric_means import MetricWindow, Sums, accumulator_dtype, read_scalars, weighted_means
 from tr_core.model_io import main_input_name, to_device
 from tr_core.protocols import Collectives
@@ -65,6 +66,12 @@ class ClosedWindow(NamedTuple):
 class LogWindow:
     """Accumulate this rank's window since the last log; losses, norms and counts stay on the device until read.
 
+    Args:
+        strategy: this process among those with other samples.
+        tokens: counts them.
+        shards: number of virtual shards that this rank computes, with which sums do not depend on the order of what is
+            added; 0 without.
+
     Attributes:
         counters: called with every micro-batch; they count tokens and floating-point operations.
         of_strategy: returns what the strategy measured since its last call.
@@ -82,12 +89,12 @@ class LogWindow:
         logged_loss: sum of the losses of the steps of this call that were logged.
     """
 
-    def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None) -> None:
-        self.tokens, self.means = tokens, MetricWindow(strategy)
+    def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None, *, shards: int = 0) -> None:
+        self.tokens, self.means, self._shards = tokens, MetricWindow(strategy, is_exact=shards > 0), shards
         self.counters: list[Callable[[MicroBatch], None]] = []
         self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] = dict
         self.filters_nonfinite = False
-        self._zero = torch.zeros((), device=strategy.device)
+        self._zero = torch.zeros((), dtype=torch.float64 if shards else torch.float32, device=strategy.device)
         self.step_loss = self.loss_sum = self._loss_before_step = self._zero
         self.num_nonfinite = self.num_skipped = torch.zeros_like(self._zero, dtype=torch.int64)
         self.unchecked: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -116,6 +123,8 @@ class LogWindow:
         """Add a micro-batch: its share of the step's loss, a scalar, its tokens and its operations."""
         if loss.device != self._zero.device:  # as of a model that is divided over devices, or a constant of the host
             loss = to_device(loss, self._zero.device)
+        if self._shards:
+            loss = on_grid(loss * self._shards) / self._shards  # exact: a power of two
         # The first loss of a step is its sum, unless its type is another one, which would lose precision.
         is_first = self.step_loss is self._zero and loss.dtype is self._zero.dtype
         self.step_loss = loss if is_first else self.step_loss + loss

@@ -66,8 +66,10 @@ def train_step(run: Run, step: StepData) -> None:
     window.begin_step(state.global_step)
     fire("on_step_begin")
     compute = partial(_compute, run, step.num_items)
+    if run.shards is not None:
+        compute = run.shards.seeding(compute, methods.args.seed, state.global_step, step.size, strategy.device)
     inputs_of = partial(methods.inputs_of_schedule, num_items=step.num_items)
-    computed = strategy.run_micro_batches(model, step.micro_batches, compute, inputs_of)
+    computed = strategy.run_micro_batches(model, step.micro_batches, compute, inputs_of, step.size)
     for number, (batch, loss) in enumerate(computed, start=1):
         window.add(loss, batch)
         scope.inputs, run.position.samples = None, batch.end
@@ -194,9 +196,9 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
     accumulation, take = run.plan.accumulation, run.take_batches
     batches = _timed(log_at_first(run.data.iterate(epoch, position)), run.window.clock)
     asked = AskedBatches(batches, run.strategy.device)
-    remaining = run.data.remaining(position)
+    remaining, shards = run.data.remaining(position), 1 if run.shards is None else len(run.shards.own)
     while remaining is None or remaining > 0:
-        size = accumulation if remaining is None else min(accumulation, remaining)
+        size = shards * (accumulation if remaining is None else min(accumulation, remaining))
         loaded, num_items, count_targets = None, None, run.count_targets
         if take is not None:  # an override takes the batches
             loaded, num_items = take(asked, size)
@@ -210,7 +212,7 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
             num_items = count_targets(loaded)
         yield StepData(islice(batches, size) if loaded is None else iter(loaded), size, num_items)
         if remaining is not None:
-            remaining -= size
+            remaining -= size // shards
 
 
 def _timed(batches: Iterator[MicroBatch], clock: PhaseClock) -> Iterator[MicroBatch]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tr_core.data.virtual_shards import on_grid
 from tr_core.protocols import Collectives
 
 # Name -> weighted sum of its values, and sum of their weights.
@@ -42,12 +43,16 @@ class MetricWindow:
 
     A tensor stays on its device until the window is read.
 
+    Args:
+        collectives: this process among those with other samples.
+        is_exact: whether sums do not depend on the order of what is added, which is rounded for that; see `on_grid`.
+
     Attributes:
         holds_back: whether parts of a step's loss wait for a later call, which gets whether the step counts.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, *, is_exact: bool = False) -> None:
+        self._collectives, self._is_exact = collectives, is_exact
         self.holds_back = False
         self._held: list[tuple[str, torch.Tensor, float]] = []
         self._on_host: dict[str, list[float]] = {}
@@ -73,6 +78,9 @@ class MetricWindow:
     def add_sum(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor) -> None:
         """Add a weighted sum of values and the sum of their weights."""
         for index, number in enumerate((total, weight)):
+            if self._is_exact:
+                rounded = on_grid(torch.as_tensor(number, dtype=torch.float64))
+                number = rounded if isinstance(number, torch.Tensor) else rounded.item()  # noqa: PLW2901
             if isinstance(number, torch.Tensor):
                 self._device_sums(name)[index].add_(number.detach())
             else:

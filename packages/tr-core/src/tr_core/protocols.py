@@ -152,6 +152,7 @@ class Strategy(Collectives, Protocol):
         batches: Iterable[Any],
         compute: Callable[[Any], tuple[Any, torch.Tensor]],
         inputs_of: Callable[[Any], Any],
+        size: int,
     ) -> Iterable[tuple[Any, torch.Tensor]]:
         """Run forward and backward of a step's micro-batches, and yield each of them with its share of the loss.
 
@@ -160,6 +161,7 @@ class Strategy(Collectives, Protocol):
             batches: one-shot; each has `inputs`, as its loader gave them.
             compute: runs the forward of a micro-batch, its loss and `backward`, and returns it with the loss, detached.
             inputs_of: moves the inputs of a micro-batch to the device.
+            size: number of micro-batches.
         """
         ...
 

@@ -18,6 +18,7 @@ from tr_core.checkpoint.settings import Settings
 from tr_core.data.batches import Batches, TakeBatches
 from tr_core.data.position import DataPosition, derive_position
 from tr_core.data.sampler import MicroBatch
+from tr_core.data.virtual_shards import VirtualShards
 from tr_core.flops import has_targets
 from tr_core.log_window import ClosedWindow, LogWindow, RankWindow, build_token_counter, store_counts, warn_of_nonfinite
 from tr_core.model import TrainingMode
@@ -42,6 +43,7 @@ class Run:
         strategy: applies updates, and exchanges values between ranks.
         watch: the last recorded values of what a user may change during the run.
         updates: clips and applies gradients.
+        shards: those of a step that this rank computes, with `elastic`.
         capture: captures and replays steps; None with `step_compile="off"`.
         count_targets: counts the targets of a step; None where nothing needs the count.
         take_batches: takes the batches of a step by an override; None without one.
@@ -69,6 +71,7 @@ class Run:
     position: DataPosition = field(default_factory=DataPosition)
     log_files: LogFiles = field(default_factory=LogFiles)
     count_targets: Callable[[list[MicroBatch]], torch.Tensor | None] | None = None
+    shards: VirtualShards | None = None
     take_batches: TakeBatches | None = None
     after_step: Callable[[Run], None] | None = None
     follows_metric: bool = False
@@ -90,7 +93,8 @@ class Run:
         """Return a run at the first sample."""
         args, model, wrapped = methods.args, methods.model, methods.model_wrapped
         tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
-        window = LogWindow(strategy.data, tokens)
+        shards = VirtualShards.of(args, strategy.data)
+        window = LogWindow(strategy.data, tokens, shards=0 if shards is None else len(shards.own))
         guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         updates = Updates(strategy, optimizer, guard)
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.
@@ -99,6 +103,7 @@ class Run:
         mode = TrainingMode(model, wrapped)
         methods.loss_rule.forget()
         run = cls(methods, plan, data, strategy, optimizer, schedule, window, mode, watch, updates)
+        run.shards = shards
         if args.step_compile != "off":
             run.capture_steps()
         run.take_settings()

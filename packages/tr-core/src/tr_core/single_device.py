@@ -78,6 +78,7 @@ class StrategyDefaults:
         batches: Iterable[Any],
         compute: Callable[[Any], tuple[Any, torch.Tensor]],
         inputs_of: Any,
+        size: int,
     ) -> Iterator[tuple[Any, torch.Tensor]]:
         """Return each micro-batch of a step with its loss, computed when it is its turn."""
         return map(compute, batches)

@@ -45,9 +45,9 @@ class StepScope:
     metrics: MetricWindow | None = None
 
     @contextmanager
-    def separate_window(self, collectives: Collectives) -> Iterator[MetricWindow]:
+    def separate_window(self, collectives: Collectives, *, is_exact: bool = False) -> Iterator[MetricWindow]:
         """Collect metrics logged inside the block apart from those of training."""
-        outer, window = self.metrics, MetricWindow(collectives)
+        outer, window = self.metrics, MetricWindow(collectives, is_exact=is_exact)
         self.metrics = window
         try:
             yield window

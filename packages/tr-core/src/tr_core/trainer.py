@@ -62,6 +62,7 @@ from tr_core.data.loaders import (
     usual_order,
 )
 from tr_core.data.sampler import MicroBatch, call_sampler_method
+from tr_core.data.virtual_shards import replicas
 from tr_core.data.short_runs import dev_run_arguments, evaluates_training_batches, limited_batches, training_batches
 from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics, record_best
 from tr_core.evaluation.evaluation_loop import (
@@ -815,7 +816,8 @@ class Trainer(TransformersAttributes):
             main_input=getattr(self.model, "main_input_name", "input_ids"),
         )
         args, strategy = self.args, self.strategy
-        with self._in_evaluation(), self._evaluation_settings(), self.scope.separate_window(strategy.data) as window:
+        window = self.scope.separate_window(strategy.data, is_exact=args.elastic is not None)
+        with self._in_evaluation(), self._evaluation_settings(), window as window:
             loss = EvaluationLoss(args, strategy.data, self.loss_rule, takes_count=self._loss_takes_count)
             loop = EvaluationLoop(self, options, args, strategy, self.scope, loss, compute_metrics=self.compute_metrics)
             return loop.run(dataloader, self.model_wrapped, window)
@@ -850,7 +852,7 @@ class Trainer(TransformersAttributes):
             # By name: an override may have its parameters in another order, or only keyword parameters.
             output = self.evaluation_loop(loader, description=description, **options)
             output.metrics.update(read_memory())
-        steps = -(-output.num_samples // (self.args.eval_batch_size * self.strategy.data.world_size))
+        steps = -(-output.num_samples // (self.args.eval_batch_size * replicas(self.args, self.strategy.data)))
         output.metrics.update(speed_metrics(prefix, start_s, output.num_samples, steps))
         return output
 
@@ -860,7 +862,7 @@ class Trainer(TransformersAttributes):
         """Run training from its beginning or from a checkpoint to its end. `on_train_end` fires in any case."""
         # Processes with other samples have other seeds, so that dropout differs. A strategy makes weights the same.
         begin_run(self.args.build_s)
-        seed = self.args.seed + self.strategy.data.rank
+        seed = self.args.seed + (0 if self.args.elastic else self.strategy.data.rank)
         set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
         self.renew_model()
         check_quantized(self.model)
@@ -1669,7 +1671,7 @@ class Trainer(TransformersAttributes):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of one optimizer step: micro-batch, times accumulation, times processes."""
-        return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.data.world_size
+        return args.train_batch_size * args.gradient_accumulation_steps * replicas(args, self.strategy.data)
 
     def get_learning_rates(self) -> list[float]:
         """Return the current learning rate of each parameter group."""

@@ -16,6 +16,7 @@ from tr_args import TrainingArguments
 from tr_core.changes import watching_modules
 from tr_core.checkpoint.adapters import restore_parts
 from tr_core.data.position import DataPosition
+from tr_core.data.virtual_shards import replicas
 from tr_core.loop import end_epoch, save, what_is_due
 from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import Preemption
@@ -90,9 +91,9 @@ def log_run_start(run: Run, num_parameters: int, schedule: str) -> None:
     samples = "unknown number of samples" if run.data.num_samples is None else f"{run.data.num_samples:,} samples"
     factors = [f"{args.train_batch_size} on a device"]
     factors += [f"{plan.accumulation} micro-batches"] if plan.accumulation > 1 else []
-    replicas = strategy.data.world_size
-    kind = "processes" if replicas == strategy.world_size else "replicas"
-    factors += [f"{replicas} {kind}"] if replicas > 1 else []
+    number = replicas(args, strategy.data)
+    kind = "virtual shards" if args.elastic else "processes" if number == strategy.world_size else "replicas"
+    factors += [f"{number} {kind}"] if number > 1 else []
     lines = {
         "model": f"{type(model).__name__}, {num_parameters:,} trainable parameters",
         "optimizer": f"{type(run.optimizer).__name__}, learning rate {' and '.join(rates)}, schedule {schedule}"

@@ -153,6 +153,14 @@ class DistributedFields:
     ddp_static_graph: Annotated[bool | None, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Promise that every step uses the same parameters, in the same order."""
 
+    elastic: Annotated[Literal["bitwise"] | None, Numbers.OTHER, Later.NEW_TRAINER] = None
+    """bitwise: the same weights and logs, bit by bit, on any number of processes, also if it changes at a resume. A step
+    is divided into virtual_shards, and the number of processes must divide that."""
+
+    virtual_shards: Annotated[OptionalCount, Numbers.OTHER, Later.NEW_TRAINER] = None
+    """With elastic: processes that a step is computed as if by; a power of two. per_device_train_batch_size is that of
+    each."""
+
     fsdp: Annotated[list[str], FsdpOptions(), Numbers.OTHER, Later.NEW_TRAINER] = field(default_factory=list)
     """Shard the model: full_shard, shard_grad_op, no_shard or hybrid_shard, with auto_wrap and offload."""
 

@@ -24,6 +24,11 @@ _UNDIVIDED = (
     "it is"
 )
 
+_NO_SHARDS = (
+    "elastic divides steps into virtual shards where the Trainer's own loader reads data of known length, and got a {}: "
+    "give a data set with __len__ and __getitem__, and return no loader of your own"
+)
+
 
 @runtime_checkable
 class Batches(Protocol):
@@ -73,18 +78,32 @@ class Batches(Protocol):
         ...
 
 
-def batches_of(loader: Any, batch_size: int, collectives: Collectives, *, trains: bool = False) -> Batches:
+def batches_of(
+    loader: Any, batch_size: int, collectives: Collectives, *, trains: bool = False, elastic: bool = False
+) -> Batches:
     """Return the epochs over a loader: one that the Trainer built, or any iterable. Collective.
 
+    Args:
+        loader: of any kind.
+        batch_size: samples of a micro-batch of a rank, where a loader does not say it.
+        collectives: this process among those with other samples.
+        trains: whether epochs follow each other.
+        elastic: whether a rank computes several virtual shards, which only the Trainer's own order has.
+
     Raises:
-        ValueError: ranks have data of different lengths for a loader that divides it between them.
+        ValueError: ranks have data of different lengths for a loader that divides it between them; or `elastic` cannot
+            divide it.
     """
     if isinstance(loader, Batches):
         return loader
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, EpochSampler):
         _check_same_data(loader.dataset, collectives)
         set_epoch = loader.fetch.set_epoch if isinstance(loader, SampledLoader) and loader.follows_epoch else None
+        if elastic and loader.batch_sampler.shards is None:
+            raise ValueError(_NO_SHARDS.format(type(loader).__name__))
         return SampledBatches(loader, loader.batch_sampler, set_epoch)
+    if elastic:
+        raise ValueError(_NO_SHARDS.format(type(loader).__name__))
     if isinstance(loader, StreamLoader):
         return _Stream(loader, loader.fetch, collectives)
     own_batch_size = getattr(loader, "batch_size", None)  # None with a batch sampler

@@ -16,6 +16,7 @@ from tr_core.data.computed_order import ComputedOrder, in_its_memory
 from tr_core.data.fetch import Collate, KeepColumns, MapFetch, StreamFetch, identity
 from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.sampler import EpochSampler, UserSampler, draw_permutation, has_length, num_micro_batches
+from tr_core.data.virtual_shards import VirtualShards, replicas
 from tr_core.model_io import base_model
 from tr_core.preemption.signals import blocked_signals, ignore_group_signals, saves_on_signal
 from tr_core.protocols import Collectives
@@ -271,7 +272,7 @@ def _grouping(dataset: Any, args: TrainingArguments, collectives: Collectives, i
     _check_has_no_order(dataset, "group_by_length")
     show = collectives.rank == 0 and not args.disable_tqdm
     lengths = measure_lengths(dataset, args.length_column_name, input_name, show=show)
-    return LengthGrouping(lengths, args.train_batch_size * args.gradient_accumulation_steps * collectives.world_size)
+    return LengthGrouping(lengths, args.train_batch_size * args.gradient_accumulation_steps * replicas(args, collectives))
 
 
 def _loader(
@@ -300,7 +301,7 @@ def _loader(
             "datasets.Dataset.from_pandas(frame) or frame.to_dict('records')"
         )
     drop_last = args.dataloader_drop_last
-    ranks: dict[str, Any] = {"rank": collectives.rank, "world_size": collectives.world_size}
+    ranks: dict[str, Any] = {"rank": collectives.rank, "world_size": replicas(args, collectives)}
     workers = args.dataloader_num_workers
     options: dict[str, Any] = {
         "num_workers": workers,
@@ -316,7 +317,8 @@ def _loader(
     if is_map_style(dataset):
         if workers and isinstance(collate, KeepColumns) and len(dataset):
             collate.look_ahead(dataset)
-        fixed: dict[str, Any] = {"seed": seed, "drop_last": drop_last, **ranks}
+        shards = VirtualShards.of(args, collectives, trains=follows_epoch)
+        fixed: dict[str, Any] = {"seed": seed, "drop_last": drop_last, "shards": shards, **ranks}
         if own is None:
             order = {"shuffle": shuffle, "grouping": grouping, "computed": computed}
             sampler = EpochSampler(len(dataset), batch_size, **order, **fixed)

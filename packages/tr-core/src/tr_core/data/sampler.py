@@ -8,9 +8,9 @@ run resumes at the same sample with another batch size or world size.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import profiler
@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from tr_core.data.computed_order import ComputedOrder, in_its_memory
 from tr_core.data.length_grouping import LengthGrouping
 from tr_core.random_state import derive_seed, find_generators, read_states, separate_randomness, write_states
+from tr_core.data.virtual_shards import VirtualShards
 from tr_core.signatures import parameters_of
 from tr_log import get_logger
 
@@ -102,7 +103,7 @@ class Batch(list[int]):
         return _batch, (list(self), self.seed, self.epoch)
 
 
-def _batch(indices: list[int], seed: int, epoch: int | None) -> Batch:
+def _batch(indices: Iterable[int], seed: int, epoch: int | None) -> Batch:
     batch = Batch(indices)
     batch.seed, batch.epoch = seed, epoch
     return batch
@@ -116,6 +117,7 @@ class EpochSampler(Sampler[list[int]]):
         computed: permute as `ComputedOrder` does, without a list of all samples.
         grouping: brings shuffled samples of similar length together.
         drop_last: leave out a short last micro-batch.
+        shards: those of this rank, where `world_size` is their number; None without.
     """
 
     def __init__(
@@ -130,11 +132,12 @@ class EpochSampler(Sampler[list[int]]):
         world_size: int = 1,
         grouping: LengthGrouping | None = None,
         computed: bool = False,
+        shards: VirtualShards | None = None,
     ) -> None:
         self.num_samples, self.batch_size = num_samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.grouping, self.computed = grouping, computed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.shards = rank, world_size, shards
         self.epoch, self.start = 0, 0
         self._names_epoch = False
 
@@ -183,6 +186,11 @@ class EpochSampler(Sampler[list[int]]):
         order = self.order()
         first_seed = derive_seed(self.seed, self.epoch)
         size, total, rank, world_size = self.batch_size, self.num_samples, self.rank, self.world_size
+        if self.shards is not None:
+            for share in self.shares(self.start):
+                epoch = self.epoch if self._names_epoch else None
+                yield _batch(order[share.start : share.stop], first_seed + share.start, epoch)
+            return
         for index in range(len(self)):
             lower = self.start + index * size * world_size + rank * size
             upper = lower + size
@@ -192,6 +200,15 @@ class EpochSampler(Sampler[list[int]]):
             batch.seed = first_seed + lower
             batch.epoch = self.epoch if self._names_epoch else None
             yield batch
+
+    def shares(self, position: int) -> Iterator[Slice]:
+        """Yield the shares of this rank's virtual shards after `position`: in each step those of one after the other."""
+        shards = cast("VirtualShards", self.shards)
+        left = num_micro_batches(self.num_samples - position, self.batch_size * self.world_size, self.drop_last)
+        for first in range(0, left, shards.micro_batches):
+            for shard in shards.own:
+                for index in range(first, min(first + shards.micro_batches, left)):
+                    yield take_slice(index, position, self.num_samples, self.batch_size, shard, self.world_size)
 
 
 class MicroBatch(NamedTuple):
@@ -242,6 +259,10 @@ class SampledBatches:
         self._sampler.seek(epoch, position, names_epoch=self._set_epoch is not None)
         sampler, full, end = self._sampler, self.samples_per_micro_batch, position
         batches: Any = iter(self._loader)
+        if sampler.shards is not None:
+            for inputs, share in zip(batches, sampler.shares(position), strict=True):
+                yield MicroBatch(inputs, share.weight, share.end, None)
+            return
         is_here = type(batches) is _SingleProcessDataLoaderIter
         with suppress(StopIteration):
             while True:

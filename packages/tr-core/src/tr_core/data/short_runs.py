@@ -97,7 +97,7 @@ def evaluates_training_batches(args: TrainingArguments, eval_dataset: Any) -> bo
 
 def limited_batches(loader: Any, args: TrainingArguments, collectives: Collectives) -> Batches:
     """Return the epochs over a training loader, limited by `overfit_batches`."""
-    batches = batches_of(loader, args.train_batch_size, collectives, trains=True)
+    batches = batches_of(loader, args.train_batch_size, collectives, trains=True, elastic=args.elastic is not None)
     return (
         batches
         if args.overfit_batches is None

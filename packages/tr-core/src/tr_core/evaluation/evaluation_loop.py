@@ -127,7 +127,8 @@ class EvaluationLoop:
 
     def run(self, dataloader: Any, model: torch.nn.Module, window: MetricWindow) -> EvalLoopOutput:
         """Evaluate the data and return predictions, labels, metrics and the number of samples."""
-        source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.data)
+        elastic = self._args.elastic is not None
+        source = batches_of(dataloader, self._args.eval_batch_size, self._strategy.data, elastic=elastic)
         self._stores = {
             name: OutputBuffer(source.num_samples, concatenate=self._args.eval_do_concat_batches)
             for name in ("predictions", "label_ids", "inputs", "losses")

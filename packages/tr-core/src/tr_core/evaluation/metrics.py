@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -93,7 +94,7 @@ class EvaluationLoss:
         parts = [*self._sums(values, samples), *self._sums(values, targets)]
         gathered = self._strategy.gather_objects((parts, len(values), self._by_targets, self._rule.evaluated))
         self._rule.evaluated = _only({seen for *_, seen in gathered})
-        sums = [sum(numbers) for numbers in zip(*(part for part, *_ in gathered), strict=True)]
+        sums = [exact_sum(chain(*numbers)) for numbers in zip(*(part for part, *_ in gathered), strict=True)]
         by_samples, over_targets = (total / weight if weight else math.nan for total, weight in (sums[:2], sums[2:]))
         answers = set[bool | None]().union(*(answers for _, _, answers, _ in gathered))
         by_targets = _only(answers) if answers else False
@@ -104,16 +105,22 @@ class EvaluationLoss:
             raise ValueError(_WEIGHTS_UNKNOWN.format(mean, over_targets))
         return mean
 
-    def _sums(self, losses: torch.Tensor, weights: torch.Tensor) -> tuple[float, float]:
+    def _sums(self, losses: torch.Tensor, weights: torch.Tensor) -> tuple[list[float], list[float]]:
         keep, weights = weights > 0, weights.double()
         if self._args.logging_nan_inf_filter:
             keep &= torch.isfinite(losses)
-        return float((losses.double()[keep] * weights[keep]).sum()), float(weights[keep].sum())
+        return (losses.double()[keep] * weights[keep]).tolist(), weights[keep].tolist()
 
     def _close_chunk(self) -> None:
         if self._losses:
             self._chunks.append((torch.stack(self._losses), torch.stack(self._samples), torch.stack(self._targets)))
             self._losses, self._samples, self._targets = [], [], []
+
+
+def exact_sum(numbers: Iterable[float]) -> float:
+    """Return the rounded sum of numbers, the same in any order."""
+    numbers = list(numbers)
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
 def _only(answers: set[bool | None]) -> bool | None:

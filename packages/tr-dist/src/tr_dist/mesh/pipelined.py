@@ -97,6 +97,7 @@ class PipelinedMesh(Mesh):
         batches: Iterable[Any],
         compute: Callable[[Any], tuple[Any, torch.Tensor]],
         inputs_of: Any,
+        size: int,
     ) -> Iterator[tuple[Any, torch.Tensor]]:
         """Run all micro-batches of a step through the stages, and yield each with its loss."""
         inner, given = cast("FSDPModule", self.unwrap(model)), list(batches)

@@ -1,0 +1,349 @@
+"""Train with the same bits on any number of processes: a step is computed in shards, and summed in a fixed tree.
+
+A step has `virtual_shards` shards. Process r of W computes those numbered r, r + W, r + 2 W, ..., each by itself. After
+each, the gradients of W neighbouring shards are added over the processes, neighbours first; their sums are added in
+this process. With powers of two, that is one tree of additions over all shards, whatever W is. Divisions are by powers
+of two, which round nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tr_dist.base import clip_to_norm, some_of
+from tr_dist.ddp import DDP
+from tr_dist.fsdp import FSDP
+from tr_log import get_logger, info_once
+
+_BUCKET = 2**23  # numbers that are exchanged at once: their sum takes the memory of twice as many
+_logger = get_logger(__name__)
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def of_arguments(args: Any) -> Elastic:
+    """Build the strategy that computes `virtual_shards`: with shards of the model where the arguments have `fsdp`."""
+    strategy: Elastic = (ElasticFSDP if args.fsdp else ElasticDDP).from_arguments(args)  # type: ignore[attr-defined]
+    strategy.begin(args.virtual_shards)
+    return strategy
+
+
+class Elastic:
+    """What both strategies have in common: the shards of a step, their sum, and the norm of that.
+
+    Kernels of the CPU divide sums by their number of threads, so there it is one for each process.
+
+    Attributes:
+        shards: number of shards of a step that this process computes.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    shards: int
+    _number: int
+    _threads: int | None = None
+    _ends_shard = False
+    _same: set[int] | None = None
+
+    def begin(self, number: int) -> None:
+        """Divide steps into `number` shards.
+
+        Raises:
+            ValueError: the number of processes does not divide it.
+        """
+        if number % self.world_size:
+            fitting = ", ".join(str(2**power) for power in range(number.bit_length()))
+            raise ValueError(
+                f"virtual_shards={number} cannot be shared out over {self.world_size} processes; start {fitting}"
+            )
+        self._number, self.shards = number, number // self.world_size
+        if self.device.type == "cpu":
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Set the threads of this process as they were, and leave the process group if this object joined it."""
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        super().close(failed=failed)  # type: ignore[misc]
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse optimizers that consume gradients before they are summed.
+
+        Raises:
+            ValueError: it is such an optimizer.
+        """
+        if getattr(optimizer, "fused_in_backward", False):
+            raise ValueError(
+                f"elastic sums gradients in a fixed order, and {type(optimizer).__name__} consumes them in the backward "
+                "pass; choose another optim, such as adamw_torch"
+            )
+        super().bind_optimizer(model, optimizer)  # type: ignore[misc]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients of a shard's loss, which was divided by all micro-batches of this process."""
+        super().backward(loss * self.shards)  # type: ignore[misc]
+
+    def run_micro_batches(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        compute: Callable[[Any], tuple[Any, torch.Tensor]],
+        inputs_of: Any,
+        size: int,
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield each micro-batch of a step with its loss; at the end parameters have the mean gradient of all shards.
+
+        Raises:
+            ValueError: the forward changed buffers, or a parameter has a gradient in some shards alone.
+        """
+        named = dict(cast("Any", self).unwrap(model).named_parameters())
+        parameters, each, total = [p for p in named.values() if p.requires_grad], size // self.shards, TreeSum()
+        buffers = _versions(model)
+        held: list[torch.Tensor] = []
+        for number, batch in enumerate(batches, start=1):
+            self._ends_shard = number % each == 0
+            done, loss = compute(batch)
+            yield done, loss
+            if self._ends_shard:
+                gradients = self._taken(parameters, list(named))
+                held = held or gradients
+                total.add([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+        if changed := _versions(model).items() ^ buffers.items():
+            raise ValueError(
+                f"the forward changed {some_of(sorted({name for name, _ in changed}))}, such as running statistics of a "
+                "batch norm, whose values depend on the order of shards; elastic needs a norm without them (GroupNorm, "
+                "LayerNorm), or freeze them with module.eval()"
+            )
+        torch._foreach_mul_(total.total, 1 / self._number)
+        with_gradient = (p for index, p in enumerate(parameters) if index in (self._same or ()))
+        for parameter, gradient in zip(with_gradient, held, strict=True):
+            parameter.grad = gradient
+
+    def _taken(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> list[torch.Tensor]:
+        """Take the gradients of a shard from the parameters, added over the processes."""
+        has = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
+        if self._same is None:
+            if len({tuple(sorted(of_rank)) for of_rank in cast("Any", self).gather_objects(has)}) > 1:
+                raise ValueError(_UNEQUAL)
+            self._same = has
+        if has != self._same:
+            raise ValueError(_UNEQUAL)
+        gradients = [cast("torch.Tensor", parameters[index].grad) for index in sorted(has)]
+        for parameter in parameters:
+            parameter.grad = None
+        return self._summed(gradients)
+
+    def _summed(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sum of a shard's gradients over the processes."""
+        return gradients
+
+    def clip_grad_norm(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total 2-norm is at most `max_norm`; None measures without scaling.
+
+        Returns:
+            The norm before clipping, with the same bits however the model is divided.
+        """
+        gradients = [p.grad for p in cast("Any", self).unwrap(model).parameters() if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.device)
+        number = sum(g.shape[0] if g.dim() else 1 for g in gradients)
+        rows = torch.zeros(number, dtype=torch.float64, device=self.device)
+        place, local = 0, list[torch.Tensor]()
+        for gradient in gradients:
+            part, first = gradient, 0
+            if isinstance(gradient, DTensor):
+                part = gradient.to_local()
+                first = min(self.rank * -(-gradient.shape[0] // self.world_size), gradient.shape[0])
+            local.append(part)
+            squares = squares_of_rows(part)
+            rows[place + first : place + first + len(squares)] = squares
+            place += gradient.shape[0] if gradient.dim() else 1
+        if any(isinstance(gradient, DTensor) for gradient in gradients) and self.world_size > 1:
+            dist.all_reduce(rows)  # each row is of one process, and 0 of the others: exact in any order
+        norm = halved(rows[None])[0].sqrt().float()
+        if max_norm is not None:
+            clip_to_norm(local, max_norm, norm)
+        return norm
+
+
+_UNEQUAL = (
+    "a parameter has a gradient in some shards of a step, and none in others; elastic needs every parameter in every "
+    "loss, or in none: freeze it with requires_grad_(False), or add 0 * parameter.sum() to the loss"
+)
+
+
+class ElasticDDP(Elastic, DDP):
+    """Replicas with the same bits on any number of processes; see the module."""
+
+    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
+        """Return the context of one micro-batch: gradients add up until the shard ends."""
+        return super().accumulate(model, sync=False)
+
+    def _summed(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.world_size > 1:
+            for bucket in _buckets(gradients):
+                add_over_ranks(bucket, self.world_size)
+        return gradients
+
+
+class ElasticFSDP(Elastic, FSDP):
+    """Shards of a model with the same bits on any number of processes; see the module."""
+
+    def begin(self, number: int) -> None:
+        """Divide steps into `number` shards; see `Elastic.begin`."""
+        if self.mesh.ndim > 1:
+            raise ValueError("elastic divides a model over all processes; set fsdp='full_shard auto_wrap'")
+        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+            raise ValueError(f"elastic with fsdp needs a newer torch than {torch.__version__}; use strategy='ddp'")
+        super().begin(number)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Shard the model in place; see `FSDP.prepare`."""
+        prepared = super().prepare(model)
+        for module in prepared.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(cast("Any", _TreeReduceScatter()))
+        return prepared
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse optimizers that see more than single numbers; see `Elastic.bind_optimizer`.
+
+        Raises:
+            ValueError: it is such an optimizer, or not known to be none.
+        """
+        super().bind_optimizer(model, optimizer)
+        if type(optimizer) not in _ELEMENTWISE:
+            names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+            raise ValueError(
+                f"elastic with fsdp needs an optimizer that updates each number by itself: torch's {names}, not "
+                f"{type(optimizer).__name__}; choose such an optim, or leave fsdp out"
+            )
+
+    def step(self, optimizer: torch.optim.Optimizer, *, skip: torch.Tensor | None = None) -> bool:
+        """Apply the gradients; on the CPU without torch's fused kernels, whose last bits differ by a part's length."""
+        if self.device.type == "cpu":
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    group["fused"] = False
+                    info_once(_logger, "elastic with fsdp on the CPU: the optimizer computes without its fused kernel")
+        return super().step(optimizer, skip=skip)
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
+        """Run one micro-batch; gradients are exchanged at the end of each shard."""
+        with super().accumulate(model, sync=self._ends_shard):
+            yield
+
+
+class _TreeReduceScatter:
+    """What `fully_shard` calls to sum gradients over processes, each of which keeps its part."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(added_in_pairs(received.view(group.size(), -1)))
+
+
+class TreeSum:
+    """The sum of a power of two of equal lists of tensors, in a tree of additions: neighbours first, then their sums.
+
+    It holds as many lists at a time as the tree is high.
+
+    Attributes:
+        total: the sum, once all are there; the tensors are those of the first list.
+    """
+
+    def __init__(self) -> None:
+        self._partial: list[tuple[int, list[torch.Tensor]]] = []
+
+    @property
+    def total(self) -> list[torch.Tensor]:
+        (_, total), *_ = self._partial
+        return total
+
+    @torch.no_grad()
+    def add(self, leaf: list[torch.Tensor]) -> None:
+        """Add a list, which the sum then owns."""
+        height = 0
+        while self._partial and self._partial[-1][0] == height:
+            _, earlier = self._partial.pop()
+            if leaf:
+                torch._foreach_add_(earlier, leaf)
+            leaf, height = earlier, height + 1
+        self._partial.append((height, leaf))
+
+
+def added_in_pairs(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum over dimension 0, a power of two, of which neighbours are added first."""
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    return rows[0]
+
+
+def add_over_ranks(tensors: Sequence[torch.Tensor], ranks: int) -> None:
+    """Replace tensors of one type by their sum over all ranks, neighbours first; as many bytes as an all-reduce."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    size = -(-len(flat) // ranks)
+    sent = torch.nn.functional.pad(flat, (0, size * ranks - len(flat)))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    dist.all_gather(list(sent.split(size)), added_in_pairs(received.view(ranks, size)).contiguous())
+    for tensor, part in zip(tensors, sent[: len(flat)].split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors in groups of one type and a bounded size, in the order of the parameters."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket, numbers = list[torch.Tensor](), 0
+        for tensor in tensors:
+            if tensor.dtype is dtype:
+                if bucket and numbers + tensor.numel() > _BUCKET:
+                    yield bucket
+                    bucket, numbers = [], 0
+                bucket, numbers = [*bucket, tensor], numbers + tensor.numel()
+        yield bucket
+
+
+def squares_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each row, in float64, with bits that do not depend on the number of rows."""
+    rows = torch.atleast_1d(tensor.detach().double())
+    if rows.numel() == 0:
+        return rows.new_zeros(len(rows))
+    rows = rows.reshape(len(rows), -1)
+    return halved(rows * rows)
+
+
+def halved(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum over dimension 1, by adding its halves to each other: kernels of sums depend on shapes."""
+    while rows.shape[1] > 1:
+        half = -(-rows.shape[1] // 2)
+        first = rows[:, :half].clone()
+        first[:, : rows.shape[1] - half] += rows[:, half:]
+        rows = first
+    return rows[:, 0]
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}

@@ -1,0 +1,183 @@
+"""The same weights and logs, bit by bit, on any number of processes, also if it changes when a run is killed."""
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tr_core import Trainer, TrainingArguments
+from tr_dist.testing import RankError, run_ranks
+
+STEPS, KILLS = 9, (3, 6)
+SCHEDULES = [legs for length in (1, 2, 3) for legs in itertools.product((1, 2, 4), repeat=length)]
+
+
+class Dense(nn.Module):
+    """Sizes that are no multiples of anything, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(13, 37), nn.Tanh(), nn.Dropout(0.3), nn.Linear(37, 5))
+
+    def forward(self, x, labels=None):
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Convolutions(nn.Module):
+    """A model of images."""
+
+    def __init__(self):
+        super().__init__()
+        layers = (nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(7 * 36, 5))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, pixel_values, labels=None):
+        logits = self.layers(pixel_values)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Images(torch.utils.data.Dataset):
+    """Images that are moved, mirrored and made brighter at random whenever they are read."""
+
+    def __init__(self, number):
+        drawn = torch.Generator().manual_seed(3)
+        self.images = torch.randn(number, 3, 12, 12, generator=drawn)
+        self.labels = torch.randint(5, (number,), generator=drawn)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        x, y = torch.randint(4, (2,)).tolist()
+        image = self.images[index, :, x : x + 8, y : y + 8] * (1 + torch.rand(()))
+        return {"pixel_values": image.flip(-1) if torch.rand(()) < 0.5 else image, "labels": self.labels[index]}
+
+
+def dense_rows(number):
+    drawn = torch.Generator().manual_seed(1)
+    return [
+        {"x": torch.randn(13, generator=drawn), "labels": torch.randint(5, (), generator=drawn)} for _ in range(number)
+    ]
+
+
+def masked_rows(number):
+    """Sentences of 11 words, of which from none to all are targets."""
+    drawn, rows = torch.Generator().manual_seed(2), []
+    for index in range(number):
+        words = torch.randint(23, (11,), generator=drawn)
+        rows.append({"input_ids": words, "labels": words.masked_fill(torch.arange(11) < index % 12, -100)})
+    return rows
+
+
+def language_model():
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=23, **sizes, num_key_value_heads=1, attention_dropout=0.1))
+
+
+SUBJECTS = {
+    "dense": (Dense, lambda: dense_rows(47), lambda: dense_rows(13), {}),
+    "language": (
+        language_model,
+        lambda: masked_rows(76),
+        lambda: masked_rows(13),
+        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.3},
+    ),
+    "images": (Convolutions, lambda: Images(47), lambda: Images(13), {"max_grad_norm": 0.3}),
+}
+
+
+class Killed:
+    """Kills its process after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(subject, folder, options, kill_at=None):
+    """Return the SHA-256 of weights and of logs, and the losses."""
+    make, rows, eval_rows, own = SUBJECTS[subject]
+    args = TrainingArguments(
+        folder,
+        **{
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_steps": 1,
+            "save_total_limit": 2,
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "log_level": "error",
+        }
+        | own
+        | options,
+    )
+    torch.manual_seed(0)
+    trainer = Trainer(make(), args, train_dataset=rows(), eval_dataset=eval_rows())
+    if kill_at is not None:
+        trainer.add_callback(Killed(kill_at))
+    trainer.train(resume_from_checkpoint=os.path.isdir(folder) and any("checkpoint-" in n for n in os.listdir(folder)))
+    weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
+    held = hashlib.sha256(b"".join(weights[name].detach().numpy().tobytes() for name in sorted(weights)))
+    logs = [
+        {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
+        for entry in trainer.state.log_history
+        if "train_runtime" not in entry  # means and times of the last leg alone
+    ]
+    trainer.strategy.close()
+    return held.hexdigest(), hashlib.sha256(json.dumps(logs, sort_keys=True).encode()).hexdigest(), logs
+
+
+ELASTIC = {"elastic": "bitwise", "virtual_shards": 4}
+SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Linear"]}}
+STRATEGIES = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}}
+
+
+def run(subject, folder, legs, options):
+    """Return the hashes of weights and logs at the end of legs, all of which but the last are killed."""
+    for leg, number in enumerate(legs[:-1]):
+        with pytest.raises(RankError):
+            run_ranks(train, number, subject, folder, options, KILLS[leg], timeout_s=120)
+    return run_ranks(train, legs[-1], subject, folder, options, timeout_s=120)[0][:2]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_one_two_and_four_processes_end_with_the_same_bits(subject, strategy, tmp_path):
+    options = ELASTIC | STRATEGIES[strategy]
+    whole = run(subject, str(tmp_path / "whole"), (1,), options)
+    assert run(subject, str(tmp_path / "2"), (2,), options) == whole
+    assert run(subject, str(tmp_path / "4 1"), (4, 1), options) == whole
+
+
+def test_the_ordinary_strategy_has_other_bits_on_two_processes(tmp_path):
+    both = [run("dense", str(tmp_path / str(n)), (n,), {"per_device_train_batch_size": 8 // n}) for n in (1, 2)]
+    assert both[0] != both[1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.slow
+def test_all_schedules_of_at_most_three_legs(subject, strategy, tmp_path, record_property):
+    ends = {}
+    for number, legs in enumerate(SCHEDULES):
+        workers = {"dataloader_num_workers": 2 * (number % 2)} if subject == "images" else {}
+        ends[legs] = run(subject, str(tmp_path / str(number)), legs, ELASTIC | STRATEGIES[strategy] | workers)
+    print(subject, strategy, len(ends), set(ends.values()))
+    assert len(set(ends.values())) == 1
+    record_property("sha256", " ".join(next(iter(ends.values()))))
