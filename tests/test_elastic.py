@@ -76,9 +76,9 @@ def masked_rows(number):
     return rows
 
 
-def language_model():
+def language_model(dropout=0.1):
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=23, **sizes, num_key_value_heads=1, attention_dropout=0.1))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=23, **sizes, num_key_value_heads=1, attention_dropout=dropout))
 
 
 SUBJECTS = {
@@ -89,6 +89,7 @@ SUBJECTS = {
         lambda: masked_rows(13),
         {"gradient_accumulation_steps": 3, "max_grad_norm": 0.3},
     ),
+    "without dropout": (lambda: language_model(0.0), lambda: masked_rows(76), lambda: masked_rows(13), {}),
     "images": (Convolutions, lambda: Images(47), lambda: Images(13), {"max_grad_norm": 0.3}),
 }
 
@@ -143,6 +144,7 @@ def train(subject, folder, options, kill_at=None):
     return held.hexdigest(), hashlib.sha256(json.dumps(logs, sort_keys=True).encode()).hexdigest(), logs
 
 
+RANDOM = ("dense", "language", "images")
 ELASTIC = {"elastic": "bitwise", "virtual_shards": 4}
 SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Linear"]}}
 STRATEGIES = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}}
@@ -157,7 +159,7 @@ def run(subject, folder, legs, options):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", RANDOM)
 def test_one_two_and_four_processes_end_with_the_same_bits(subject, strategy, tmp_path):
     options = ELASTIC | STRATEGIES[strategy]
     whole = run(subject, str(tmp_path / "whole"), (1,), options)
@@ -171,7 +173,7 @@ def test_the_ordinary_strategy_has_other_bits_on_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", RANDOM)
 @pytest.mark.slow
 def test_all_schedules_of_at_most_three_legs(subject, strategy, tmp_path, record_property):
     ends = {}
@@ -181,3 +183,97 @@ def test_all_schedules_of_at_most_three_legs(subject, strategy, tmp_path, record
     print(subject, strategy, len(ends), set(ends.values()))
     assert len(set(ends.values())) == 1
     record_property("sha256", " ".join(next(iter(ends.values()))))
+
+
+def test_a_run_is_that_of_as_many_ordinary_processes_as_there_are_shards(tmp_path):
+    plain = {"per_device_train_batch_size": 2}
+    ordinary = run_ranks(train, 4, "without dropout", str(tmp_path / "4"), plain, timeout_s=120)[0][2]
+    elastic = run_ranks(train, 2, "without dropout", str(tmp_path / "2"), ELASTIC, timeout_s=120)[0][2]
+    assert [set(entry) for entry in elastic] == [set(entry) for entry in ordinary]
+    for mine, theirs in zip(elastic, ordinary, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "adamw_8bit", "muon", "galore_adamw", "apollo_adamw"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.slow
+def test_optimizers_on_replicas(optim, bf16, tmp_path):
+    options = ELASTIC | {"optim": optim, "bf16": bf16, "optim_target_modules": "all-linear"}
+    if not optim.startswith(("galore", "apollo")):
+        del options["optim_target_modules"]
+    ends = {run("language", str(tmp_path / str(number)), (number,), options) for number in (1, 2, 4)}
+    assert len(ends) == 1
+
+
+class Normed(Dense):
+    """A batch norm, whose running statistics depend on the order of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(37))
+
+
+class Partial(Dense):
+    """A head that only batches with a large first number use."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(13, 5)
+
+    def forward(self, x, labels=None):
+        output = super().forward(x, labels)
+        return {**output, "loss": output["loss"] + self.other(x).mean()} if x[0, 0] > 0 else output
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __iter__(self):
+        yield from dense_rows(40)
+
+
+REFUSED = {
+    "a norm of the batch": (Normed, {}, lambda: dense_rows(40), "running statistics"),
+    "a parameter that some shards use": (Partial, {}, lambda: dense_rows(40), "in some shards"),
+    "a stream": (Dense, {}, Stream, "__len__ and __getitem__"),
+    "an optimizer in the backward pass": (Dense, {"optim": "lomo"}, lambda: dense_rows(40), "backward pass"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_the_same_is_refused(case, tmp_path):
+    make, options, rows, words = REFUSED[case]
+    given = {"max_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True} | ELASTIC | options
+    trainer = Trainer(make(), TrainingArguments(str(tmp_path), **given), train_dataset=rows())
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+    trainer.strategy.close()
+
+
+WRONG = {
+    "no number": ({"elastic": "bitwise"}, "power of two"),
+    "three shards": ({"elastic": "bitwise", "virtual_shards": 3}, "power of two"),
+    "shards alone": ({"virtual_shards": 4}, "elastic='bitwise'"),
+    "fp16": ({**ELASTIC, "fp16": True}, "fp16"),
+    "a compiled model": ({**ELASTIC, "torch_compile": True}, "torch_compile"),
+    "a mesh": ({**ELASTIC, "parallelism_config": "tp=2"}, "parallelism_config"),
+    "DeepSpeed": ({**ELASTIC, "strategy": "deepspeed", "deepspeed": {}}, "strategy"),
+    "smaller batches": ({**ELASTIC, "auto_find_batch_size": True}, "auto_find_batch_size"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_refused_when_they_are_made(case, tmp_path):
+    options, words = WRONG[case]
+    with pytest.raises(ValueError, match=words):
+        TrainingArguments(str(tmp_path), **options)
+
+
+def three_processes(folder):
+    args = TrainingArguments(folder, use_cpu=True, report_to="none", **ELASTIC)
+    with pytest.raises(ValueError, match="virtual_shards=4 cannot be shared out over 3 processes; start 1, 2, 4"):
+        Trainer(Dense(), args, train_dataset=dense_rows(40))
+
+
+def test_a_number_of_processes_that_does_not_divide_the_shards_is_refused(tmp_path):
+    run_ranks(three_processes, 3, str(tmp_path))

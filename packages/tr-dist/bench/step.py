@@ -170,12 +170,16 @@ TABLES: dict[str, dict[str, Contender]] = {
         "by hand": ddp_by_hand,
         "Loop": partial(by_loop, strategy=partial(DDP, use_cpu=True)),
         "Trainer": partial(ours, strategy="ddp"),
+        "elastic": partial(ours, elastic="bitwise", virtual_shards=RANKS),
         "transformers": reference,
     },
     "FSDP2, a unit each layer": {
         "by hand": fsdp_by_hand,
         "Loop": partial(by_loop, strategy=lambda: FSDP(_BY_LAYER, use_cpu=True)),
         "Trainer": partial(ours, fsdp="full_shard auto_wrap", fsdp_config=_UNITS),
+        "elastic": partial(
+            ours, fsdp="full_shard auto_wrap", fsdp_config=_UNITS, elastic="bitwise", virtual_shards=RANKS
+        ),
     },
 }
 SIZES = {"2 layers of 16": (16, 2), "8 layers of 256": (256, 8)}

@@ -162,7 +162,7 @@ def _elastic(args: AllFields) -> Iterator[Rule]:
     others = ("fp16", "deepspeed", "parallelism_config", "auto_find_batch_size", "overfit_batches")
     others += ("ddp_find_unused_parameters", "step_compile", "torch_compile")
     if refused := [name for name in others if getattr(args, name) not in (None, False, "off")]:
-        yield ("elastic", *refused), "cannot be had together: leave the others out"
+        yield ("elastic", *refused), "do not work together; leave the others out"
     if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
         yield ("elastic", "accelerator_config"), "gradients are exchanged once a shard: leave sync_each_batch out"
 

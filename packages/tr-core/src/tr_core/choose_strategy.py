@@ -60,7 +60,9 @@ def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
                 f"{sorted(strategy.acts_on)}); leave {option} out, or set strategy='auto'"
             )
     if args.elastic is not None and given is not None:
-        raise ValueError(f"elastic={args.elastic!r} chooses its own strategy, and {name} was given; leave one of them out")
+        raise ValueError(
+            f"elastic={args.elastic!r} chooses its own strategy, and {name} was given; leave one of them out"
+        )
     sizes = args.parallelism_config or {}
     wanted = {size: number for size in WITHIN_SAMPLES if (number := sizes.get(size, 1)) > 1}
     together = strategy.world_size // strategy.data.world_size

@@ -80,7 +80,7 @@ class MetricWindow:
         for index, number in enumerate((total, weight)):
             if self._is_exact:
                 rounded = on_grid(torch.as_tensor(number, dtype=torch.float64))
-                number = rounded if isinstance(number, torch.Tensor) else rounded.item()  # noqa: PLW2901
+                number = rounded if isinstance(number, torch.Tensor) else rounded.item()
             if isinstance(number, torch.Tensor):
                 self._device_sums(name)[index].add_(number.detach())
             else:

@@ -62,8 +62,8 @@ from tr_core.data.loaders import (
     usual_order,
 )
 from tr_core.data.sampler import MicroBatch, call_sampler_method
-from tr_core.data.virtual_shards import replicas
 from tr_core.data.short_runs import dev_run_arguments, evaluates_training_batches, limited_batches, training_batches
+from tr_core.data.virtual_shards import replicas
 from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics, record_best
 from tr_core.evaluation.evaluation_loop import (
     EvaluationLoop,

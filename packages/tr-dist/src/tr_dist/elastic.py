@@ -83,8 +83,8 @@ class Elastic:
         """
         if getattr(optimizer, "fused_in_backward", False):
             raise ValueError(
-                f"elastic sums gradients in a fixed order, and {type(optimizer).__name__} consumes them in the backward "
-                "pass; choose another optim, such as adamw_torch"
+                f"elastic sums gradients in a fixed order, and {type(optimizer).__name__} consumes them in the "
+                "backward pass; choose another optim, such as adamw_torch"
             )
         super().bind_optimizer(model, optimizer)  # type: ignore[misc]
 
@@ -119,9 +119,9 @@ class Elastic:
                 total.add([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
         if changed := _versions(model).items() ^ buffers.items():
             raise ValueError(
-                f"the forward changed {some_of(sorted({name for name, _ in changed}))}, such as running statistics of a "
-                "batch norm, whose values depend on the order of shards; elastic needs a norm without them (GroupNorm, "
-                "LayerNorm), or freeze them with module.eval()"
+                f"the forward changed {some_of(sorted({name for name, _ in changed}))}, such as running statistics of "
+                "a batch norm, whose values depend on the order of shards; use a norm without them, such as LayerNorm, or "
+                "freeze them with module.eval()"
             )
         torch._foreach_mul_(total.total, 1 / self._number)
         with_gradient = (p for index, p in enumerate(parameters) if index in (self._same or ()))
@@ -270,8 +270,7 @@ class TreeSum:
 
     It holds as many lists at a time as the tree is high.
 
-    Attributes:
-        total: the sum, once all are there; the tensors are those of the first list.
+    Its tensors are those of the first list.
     """
 
     def __init__(self) -> None:
@@ -279,6 +278,7 @@ class TreeSum:
 
     @property
     def total(self) -> list[torch.Tensor]:
+        """The sum of all lists."""
         (_, total), *_ = self._partial
         return total
 

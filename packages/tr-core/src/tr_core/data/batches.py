@@ -25,7 +25,7 @@ _UNDIVIDED = (
 )
 
 _NO_SHARDS = (
-    "elastic divides steps into virtual shards where the Trainer's own loader reads data of known length, and got a {}: "
+    "elastic divides steps into virtual shards where the Trainer's own loader reads data with a length, and got a {}: "
     "give a data set with __len__ and __getitem__, and return no loader of your own"
 )
 

@@ -272,7 +272,9 @@ def _grouping(dataset: Any, args: TrainingArguments, collectives: Collectives, i
     _check_has_no_order(dataset, "group_by_length")
     show = collectives.rank == 0 and not args.disable_tqdm
     lengths = measure_lengths(dataset, args.length_column_name, input_name, show=show)
-    return LengthGrouping(lengths, args.train_batch_size * args.gradient_accumulation_steps * replicas(args, collectives))
+    return LengthGrouping(
+        lengths, args.train_batch_size * args.gradient_accumulation_steps * replicas(args, collectives)
+    )
 
 
 def _loader(

@@ -19,8 +19,8 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tr_core.data.computed_order import ComputedOrder, in_its_memory
 from tr_core.data.length_grouping import LengthGrouping
-from tr_core.random_state import derive_seed, find_generators, read_states, separate_randomness, write_states
 from tr_core.data.virtual_shards import VirtualShards
+from tr_core.random_state import derive_seed, find_generators, read_states, separate_randomness, write_states
 from tr_core.signatures import parameters_of
 from tr_log import get_logger
 
@@ -202,7 +202,7 @@ class EpochSampler(Sampler[list[int]]):
             yield batch
 
     def shares(self, position: int) -> Iterator[Slice]:
-        """Yield the shares of this rank's virtual shards after `position`: in each step those of one after the other."""
+        """Yield the shares of this rank's virtual shards after `position`: of a step, one shard after the other."""
         shards = cast("VirtualShards", self.shards)
         left = num_micro_batches(self.num_samples - position, self.batch_size * self.world_size, self.drop_last)
         for first in range(0, left, shards.micro_batches):

@@ -17,7 +17,8 @@ from tr_args import TrainingArguments
 from tr_core.protocols import Collectives
 from tr_core.random_state import derive_seed, separate_randomness
 
-Given, Result = TypeVar("Given"), TypeVar("Result")
+_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
 _GRID = 2.0**32
 
 
@@ -40,12 +41,13 @@ class VirtualShards:
         """Return the shards of this rank; None unless the arguments ask for `elastic`."""
         if args.elastic is None:
             return None
-        own = range(collectives.rank, args.virtual_shards, collectives.world_size)
-        return cls(own, args.virtual_shards, args.gradient_accumulation_steps if trains else 1)
+        number = replicas(args, collectives)
+        own = range(collectives.rank, number, collectives.world_size)
+        return cls(own, number, args.gradient_accumulation_steps if trains else 1)
 
     def seeding(
-        self, compute: Callable[[Given], Result], seed: int, step: int, size: int, device: torch.device
-    ) -> Callable[[Given], Result]:
+        self, compute: Callable[[_Given], _Result], seed: int, step: int, size: int, device: torch.device
+    ) -> Callable[[_Given], _Result]:
         """Return a function that computes a step's micro-batches, one a call, each with random numbers of its own.
 
         They follow from seed, step, shard and place in the shard alone. The generators go on from where they were.
@@ -59,7 +61,7 @@ class VirtualShards:
         """
         each, places = size // len(self.own), iter(range(size))
 
-        def seeded(batch: Given) -> Result:
+        def seeded(batch: _Given) -> _Result:
             shard, place = divmod(next(places), each)
             with _numbers_of(derive_seed(seed, step, self.own[shard], place), device):
                 return compute(batch)
@@ -85,7 +87,7 @@ def _numbers_of(seed: int, device: torch.device) -> Iterator[None]:
 
 def replicas(args: TrainingArguments, collectives: Collectives) -> int:
     """Return how many micro-batches of other samples a step computes side by side: ranks, or virtual shards."""
-    return collectives.world_size if args.elastic is None else args.virtual_shards
+    return (args.virtual_shards or 1) if args.elastic else collectives.world_size
 
 
 def on_grid(value: torch.Tensor) -> torch.Tensor:
