@@ -167,6 +167,12 @@ def test_one_two_and_four_processes_end_with_the_same_bits(subject, strategy, tm
     assert run(subject, str(tmp_path / "4 1"), (4, 1), options) == whole
 
 
+def test_replicas_and_shards_of_the_model_end_with_the_same_bits(tmp_path):
+    options = ELASTIC | {"optim": "adamw_torch"}
+    replicas = run("dense", str(tmp_path / "ddp"), (1,), options)
+    assert run("dense", str(tmp_path / "fsdp"), (2,), options | STRATEGIES["fsdp"]) == replicas
+
+
 def test_the_ordinary_strategy_has_other_bits_on_two_processes(tmp_path):
     both = [run("dense", str(tmp_path / str(n)), (n,), {"per_device_train_batch_size": 8 // n}) for n in (1, 2)]
     assert both[0] != both[1]
@@ -183,6 +189,15 @@ def test_all_schedules_of_at_most_three_legs(subject, strategy, tmp_path, record
     print(subject, strategy, len(ends), set(ends.values()))
     assert len(set(ends.values())) == 1
     record_property("sha256", " ".join(next(iter(ends.values()))))
+
+
+@pytest.mark.parametrize("subject", RANDOM)
+@pytest.mark.slow
+def test_eight_processes_and_one(subject, tmp_path):
+    options = ELASTIC | {"virtual_shards": 8, "per_device_train_batch_size": 1}
+    whole = run(subject, str(tmp_path / "1"), (1,), options)
+    assert run(subject, str(tmp_path / "8"), (8,), options) == whole
+    assert run(subject, str(tmp_path / "8 2 8"), (8, 2, 8), options) == whole
 
 
 def test_a_run_is_that_of_as_many_ordinary_processes_as_there_are_shards(tmp_path):

@@ -120,8 +120,8 @@ class Elastic:
         if changed := _versions(model).items() ^ buffers.items():
             raise ValueError(
                 f"the forward changed {some_of(sorted({name for name, _ in changed}))}, such as running statistics of "
-                "a batch norm, whose values depend on the order of shards; use a norm without them, such as LayerNorm, or "
-                "freeze them with module.eval()"
+                "a batch norm, whose values depend on the order of shards; use a norm without them, such as LayerNorm, "
+                "or freeze them with module.eval()"
             )
         torch._foreach_mul_(total.total, 1 / self._number)
         with_gradient = (p for index, p in enumerate(parameters) if index in (self._same or ()))
