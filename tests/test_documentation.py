@@ -29,7 +29,9 @@ PAGES = [
     ROOT / "README.md",
 ]
 # Of the other packages' pages with Python, those whose own tests do not run it.
-NOT_RUN_THERE = [ROOT / f"packages/tr-dist/docs/{name}.md" for name in ("accelerate", "hangs", "mesh", "sharding")]
+NOT_RUN_THERE = [
+    ROOT / f"packages/tr-dist/docs/{name}.md" for name in ("accelerate", "elastic", "hangs", "mesh", "sharding")
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK_OF_ANY = re.compile(r"^```([\w{}]*)[^\n]*\n.*?^```", re.DOTALL | re.MULTILINE)
 # Pages whose commands are run as they are, one after the other in an empty folder; of the last, with TRL.

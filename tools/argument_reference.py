@@ -40,6 +40,7 @@ RESUMED = {
     Numbers.METRIC: "the best model is chosen by another metric",
     Numbers.OTHER: "the numbers of the run change",
 }
+_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 # Values to try of the arguments that contradict others, beside their choices, the other truth value and small numbers.
 TRIED = {
     "eval_strategy": ["steps"], "logging_steps": [0], "eval_steps": [0], "save_steps": [0],
@@ -49,13 +50,15 @@ TRIED = {
     "fsdp_config": [{"min_num_params": 1}, {"min_num_params": 1, "transformer_layer_cls_to_wrap": ["Block"]}],
     "parallelism_config": [{"dp_shard_size": 2}, {"tp_size": 2}], "tp_plan": [{"up": "colwise"}],
     "ep_plan": [{"experts": "experts"}], "pp_split": [["layers.1"]], "pp_schedule": ["gpipe"],
+    "elastic": ["bitwise"], "virtual_shards": [3], "step_compile": ["graph"], "overfit_batches": [2],
     "neftune_length": ["padded"], "ema_start_step": [1],
     "ema_update_steps": [2], "dataloader_prefetch_factor": [2], "dataloader_multiprocessing_context": ["spawn"],
-    "label_smoothing_factor": [0.1], "accelerator_config": [AcceleratorConfig(split_batches=True)],
+    "label_smoothing_factor": [0.1],
+    "accelerator_config": [AcceleratorConfig(split_batches=True), AcceleratorConfig(**_EACH_BATCH)],
 }  # fmt: skip
 SWITCHES = (
     "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "eval_perplexity", "load_best_model_at_end",
-    "dataloader_persistent_workers",
+    "dataloader_persistent_workers", "auto_find_batch_size", "ddp_find_unused_parameters", "torch_compile",
 )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_processes_of_srun_are_not_trained_as_unrelated_ones(monkeypatch, tmp_pa
 
 def arguments(**given):
     values = {"use_cpu": False, "fsdp_config": {}, "fsdp": [], "deepspeed": None, "strategy": "auto"}
-    values["parallelism_config"] = None
+    values |= {"parallelism_config": None, "elastic": None}
     return SimpleNamespace(**{**values, **given})
 
 
