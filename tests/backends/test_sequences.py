@@ -79,6 +79,12 @@ def balanced():
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **HEADS, **sizes))
 
 
+def attending(name):
+    model = llama()
+    model.config._attn_implementation_internal = name  # set as where it is installed
+    return model
+
+
 SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 MODELS = {
     "plain": Plain,
@@ -153,6 +159,10 @@ MESHES = {
     "sp 2, tp 2": mesh(4, "sp=2,tp=2"),
     "sp 2, shards 2": mesh(4, "sp=2,dp_shard=2", **SHARDED),
     "sp 2, replicas 2": mesh(4, "sp=2"),
+    "cp 2": mesh(2, "cp=2"),
+    "cp 3": mesh(3, "cp=3"),  # of 8 heads
+    "cp 2, tp 2": mesh(4, "cp=2,tp=2"),
+    "cp 2, shards 2": mesh(4, "cp=2,dp_shard=2", **SHARDED),
 }
 
 
@@ -162,9 +172,13 @@ MESHES = {
     in_the_night(
         ("qwen", "sp 2, shards 2", "targets"),
         *((name, form, "targets") for name in ("llama", "plain") for form in MESHES),
-        *(("qwen", form, "targets") for form in ("sp 2", "sp 2, tp 2", "sp 2, replicas 2")),
+        *(("qwen", form, "targets") for form in ("cp 2", "sp 2", "sp 2, tp 2", "sp 2, replicas 2")),
         *((name, "sp 2", data) for name in ("llama", "eager", "plain", "sliding") for data in ("padding", "packed")),
         ("sliding", "sp 2", "targets"),
+        ("sliding", "cp 3", "padding"),
+        ("eager", "cp 3", "packed"),
+        ("sliding", "cp 2", "packed"),
+        ("plain", "cp 2", "padding"),
         ("eager", "sp 2", "targets"),
     ),
 )
@@ -287,17 +301,21 @@ REFUSALS = {
         "labels of shape (2,) is not of sequences",
     ),
     "balance of experts": (balanced, 2, WORDS | {"labels": LABELS}, DIFFERS),
+    "flash": (lambda: attending("flash_attention_2"), 2, WORDS, "set attn_implementation='sdpa', or use sp_size"),
     "cache": (llama, 2, WORDS | {"past_key_values": ()}, "generation with a cache is not done"),
 }
 
 
 def attempt(case):
     from tr_dist.mesh import Mesh
+    from tr_dist.mesh.context import Context
     from tr_dist.mesh.sequence import Sequences
 
     build, size, batch, _ = REFUSALS[case]
-    strategy = Mesh(directions=[Sequences(size, ["labels"] if case == "a mask of labels" else None)], use_cpu=True)
+    kind, names = Context if case == "flash" else Sequences, ["labels"] if case == "a mask of labels" else None
+    strategy = Mesh(directions=[kind(size, names)], use_cpu=True)
     try:
+        strategy.check_model(build())
         model = strategy.prepare(build())
         if case == "padding is a target":
             model(**{name: value[:, :2] for name, value in batch.items()})  # of these none is padded
@@ -330,19 +348,16 @@ def loss_of_targets(label_names, batches):
 
 @row("numbers")
 def test_labels_of_any_name_are_those_that_label_names_names():
-    short = {
-        "input_ids": torch.tensor([[3, 5]]),
-        "targets": torch.tensor([[5, 7]]),
-    }  # without padding, and looked at first
-    batches = [short, TARGETS, {name: value.flip(1) for name, value in TARGETS.items()}]
+    batches = [TARGETS, {name: value.flip(1) for name, value in TARGETS.items()}]
     expected = [Targets()(**batch).item() for batch in batches]
     for found in run_ranks(loss_of_targets, 2, ["targets"], batches, timeout_s=300):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def exchanges():
+def exchanges(name):
     """Return the bytes of each all-to-all of a forward and backward, whole logits, and dropout's numbers of a piece."""
     from tr_dist.mesh import Mesh, attention
+    from tr_dist.mesh.context import Context
     from tr_dist.mesh.sequence import Sequences
 
     sent, exchange = [], attention.exchange
@@ -352,7 +367,7 @@ def exchanges():
         return exchange(value, *how)
 
     attention.exchange = counted
-    strategy = Mesh(directions=[Sequences(2)], use_cpu=True)
+    strategy = Mesh(directions=[{"sp": Sequences, "cp": Context}[name](2)], use_cpu=True)
     model = strategy.prepare(Plain().double())
     logits = model(**WORDS).detach()  # the first, at which it is looked
     sent.clear()
@@ -370,12 +385,13 @@ def exchanges():
 
 
 @row("numbers")
-def test_a_step_exchanges_four_times_a_layer_and_direction():
+@pytest.mark.parametrize(("name", "tensors", "copies"), [("sp", 4, 1), ("cp", 2, 2)])
+def test_a_step_exchanges_so_many_tensors_a_layer_and_direction(name, tensors, copies):
     model = Plain().double()
     loss, logits = model(**WORDS, labels=LABELS).values()
-    for sent, found, found_loss, words in run_ranks(exchanges, 2, timeout_s=300):
+    for sent, found, found_loss, words in run_ranks(exchanges, 2, name, timeout_s=300):
         rows, piece, features, eight_bytes, layers = 2, 4, 16, 8, 2
-        assert sent == [rows * piece * features * eight_bytes] * (4 * layers * 2)
+        assert sent == [copies * rows * piece * features * eight_bytes] * (tensors * layers * 2)
         torch.testing.assert_close(found, logits, rtol=1e-12, atol=1e-12)
         assert found_loss == pytest.approx(loss.item(), rel=1e-12)
         assert "are not gathered in training" in words

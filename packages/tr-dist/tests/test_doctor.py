@@ -45,7 +45,12 @@ def test_doctor_names_too_few_devices(capsys, monkeypatch):
     ("sizes", "here", "said"),
     [
         ("tp=4,dp_shard=4", 8, "  4 processes in a row compute a sample together: they are on one machine, of 8"),
-        ("tp_size=2,sp=3", 8, "  warning: 6 processes in a row (sp_size x tp_size) exchange in every layer, and a mac"),
+        (
+            "tp_size=2,sp=3",
+            8,
+            "  warning: 6 processes in a row (cp_size, sp_size, tp_size) exchange in every layer, and a mac",
+        ),
+        ("cp=3,tp=2", 8, "  warning: 6 processes in a row"),
         ("tp=16", 8, "some of them are on two machines, whose network is slower; choose sizes whose product divides 8"),
     ],
 )

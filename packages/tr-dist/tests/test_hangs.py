@@ -76,6 +76,17 @@ def test_the_report_names_the_coordinates_of_a_rank_in_a_mesh():
     )
 
 
+@pytest.mark.parametrize(
+    ("number", "said"), [(2, "wait for rank 1 (tp 1), 2 (tp 2)"), (4, "wait for rank 1 (tp 1), 2"), (5, "rank 1 to 5")]
+)
+def test_the_first_line_names_the_coordinates_of_a_few_causes(number, said):
+    ranks = [
+        waiting(0, idle_s=61, place="tp 0"),
+        *(late(at, idle_s=61, place=f"tp {at}") for at in range(1, number + 1)),
+    ]
+    assert said in describe(judge(ranks, LIMITS), ranks).splitlines()[0]
+
+
 def test_the_report_names_the_cause_first_with_step_phase_and_place():
     ranks = [waiting(0, idle_s=61), late(1, idle_s=62, phase="data"), *(waiting(rank, idle_s=61) for rank in (2, 3))]
     assert describe(judge(ranks, LIMITS), ranks).splitlines() == [

@@ -226,7 +226,7 @@ def test_deepspeed_and_compilation_are_handed_on_as_accelerate_does(tmp_path):
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_ofload_params": 1}}, "did you mean offload_params?"),
         ({"distributed_type": "FSDP", "fsdp_config": [1]}, "it must hold indented `key: value` lines"),
         ({"parallelism_config": {"dp_shards": 2}}, "parallelism_config: dp_shards is not known; did you mean dp_shard"),
-        ({"parallelism_config": {"cp_size": "2"}}, "cp_size: 2 is not done here; sequences are divided by sp_size"),
+        ({"parallelism_config": {"cp_size": 2, "cp_comm_strategy": "alltoall"}}, "it must be allgather"),
         ({"parallelism_config": {"dp_shard_size": 0}}, "dp_shard_size: 0 is not a number of processes, from 1"),
         ({"parallelism_config": {"dp_shard_size": True}}, "dp_shard_size: True is not a number of processes"),
         ({"parallelism_config": {"dp_shard_size": 2}}, "a model with distributed_type: FSDP, not NO"),

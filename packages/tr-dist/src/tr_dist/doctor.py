@@ -40,5 +40,5 @@ def near_processes(parser: argparse.ArgumentParser, sizes: str) -> int:
     for name, _, size in (pair.partition("=") for pair in sizes.split(",") if pair):
         if not size.strip().isdigit() or not int(size):
             parser.error(f"--parallelism_config {sizes!r} is not understood; give it as in tp=2,dp_shard=4")
-        near *= int(size) if name.strip().removesuffix("_size") in ("sp", "tp") else 1
+        near *= int(size) if name.strip().removesuffix("_size") in ("cp", "sp", "tp") else 1
     return near

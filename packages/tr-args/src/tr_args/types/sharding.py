@@ -46,12 +46,10 @@ class AcceleratorConfig:
 
 DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
 # Sizes of processes that compute a sample together, from the outermost: layers, sequences, matrices.
-WITHIN_SAMPLES = ("pp_size", "sp_size", "tp_size")
+WITHIN_SAMPLES = ("pp_size", "cp_size", "sp_size", "tp_size")
 # Experts are shared out over processes that other sizes count, so ep_size is no factor of their number.
 FACTORS = (*DATA_SIZES, *WITHIN_SAMPLES)
-DONE_SIZES = (*FACTORS, "ep_size")
-_NOT_DONE = {"cp_size": "sequences are divided by sp_size"}
-SIZES = (*DONE_SIZES, *_NOT_DONE)
+SIZES = (*FACTORS, "ep_size")
 # Options of those sizes, without effect alone.
 _OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _KEYS = (*SIZES, *_OF_THOSE)
@@ -94,24 +92,25 @@ class ParallelSizes(Constraint):
 
 
 def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of `DONE_SIZES` where given, those within a sample above 1; names may have Accelerate's prefix.
+    """Return the sizes of `SIZES` where given, those within a sample above 1; names may have Accelerate's prefix.
 
     Raises:
-        RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or is not done.
+        RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or `cp_handler` wants what
+            is not done.
     """
     sizes: dict[str, int] = {}
     for given, size in config.items():
         name = given.removeprefix("parallelism_config_")
         if name not in _KEYS:
             raise RefusedError(f"has the unknown key {given}{did_you_mean(name, _KEYS)}")
+        if getattr(size, "cp_comm_strategy", "allgather") != "allgather":
+            raise RefusedError("has cp_comm_strategy='alltoall': keys and values are gathered; set 'allgather'")
         if size is None or name in _OF_THOSE:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise RefusedError(f"at {given}={size!r}: needs a number of processes, from 1")
-        if name in DATA_SIZES or (name in DONE_SIZES and size > 1):
+        if name in DATA_SIZES or size > 1:
             sizes[name] = size
-        elif size > 1:
-            raise RefusedError(f"at {given}={size}: is not done here; {_NOT_DONE[name]}")
     return sizes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tr_dist.hangs.notes import Note
@@ -180,13 +180,20 @@ def describe(finding: Finding, ranks: Sequence[Standing]) -> str:
     if not found:
         about = "; no rank waits for another in an exchange"
     elif all(waits_for(by_rank[rank], ranks) for rank in found):
-        about = f"; rank {_listed(found)} are in different exchanges, and each waits for the others"
+        about = f"; rank {_placed(found, by_rank)} are in different exchanges, and each waits for the others"
     else:
-        about = f"; the others wait for rank {_listed(found)}"
+        about = f"; the others wait for rank {_placed(found, by_rank)}"
     return "\n".join([finding.text + about, *(line(each, ranks) for each in _in_order(ranks, found))])
 
 
-_MOST_LINES = 64
+_MOST_LINES, _MOST_PLACES = 64, 4
+
+
+def _placed(found: list[int], by_rank: Mapping[int, Standing]) -> str:
+    """Return ranks with their coordinates in a mesh, if they are few."""
+    if len(found) > _MOST_PLACES or not all(rank in by_rank and by_rank[rank].note.place for rank in found):
+        return _listed(found)
+    return ", ".join(f"{rank} ({by_rank[rank].note.place})" for rank in found)
 
 
 def _in_order(ranks: Sequence[Standing], found: list[int]) -> list[Standing]:

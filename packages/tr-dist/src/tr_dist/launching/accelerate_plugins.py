@@ -53,10 +53,9 @@ _COMPILERS = (
     *("ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON", "IPEX"),
 )
 # Sizes that spread samples over processes, by replicas and by shards of the model, and those that compute a sample.
-_WITHIN_SAMPLES = ("sp_size", "tp_size")
+_WITHIN_SAMPLES = ("cp_size", "sp_size", "tp_size")
 _SPREAD = ("dp_replicate_size", "dp_shard_size", *_WITHIN_SAMPLES)
-# What is not done here: size -> what is. Their companions have no effect without them.
-_NOT_DONE = {"cp_size": "sequences are divided by sp_size"}
+# Their companions, which do not change what is computed.
 _OF_THOSE = (
     *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
     "sp_attn_implementation",
@@ -97,12 +96,11 @@ def parallelism_variables(config: Mapping[str, Any], kind: str, total: int) -> d
         total: processes of all machines; less than 1 if the file does not set it.
     """
     section, plain = "parallelism_config", {str(k).removeprefix("parallelism_config_"): v for k, v in config.items()}
-    _check_known(section, plain, (*_SPREAD, *_NOT_DONE, *_OF_THOSE))
-    sizes = {key: _size(section, key, plain[key]) for key in (*_SPREAD, *_NOT_DONE) if plain.get(key) is not None}
+    _check_known(section, plain, (*_SPREAD, *_OF_THOSE))
+    sizes = {key: _size(section, key, plain[key]) for key in _SPREAD if plain.get(key) is not None}
     sizes = {key: size for key, size in sizes.items() if size > 1 or key not in _WITHIN_SAMPLES}
-    for key, instead in _NOT_DONE.items():
-        if sizes.pop(key, 1) > 1:
-            raise LaunchError(f"{section}: {key}: {plain[key]} is not done here; {instead}")
+    if plain.get("cp_comm_strategy", "allgather") != "allgather":
+        raise LaunchError(f"{section}: cp_comm_strategy: keys and values are gathered; it must be allgather")
     if kind == "DEEPSPEED":
         raise LaunchError(f"{section}: is not read with ZeRO, whose configuration says how it divides; leave it out")
     if kind != "FSDP" and sizes.get("dp_shard_size", 1) > 1:

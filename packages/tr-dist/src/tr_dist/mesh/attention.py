@@ -49,12 +49,18 @@ class AttentionOfTorch(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention or sequences.state != "pieces":
             return func(*args, **kwargs)
         bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        states = sequences.to_heads(*(bound.pop(name) for name in ("query", "key", "value")))
-        bound["attn_mask"] = sequences.whole_mask(
-            bound.get("attn_mask"), is_causal=bool(bound.get("is_causal")), device=states[0].device
-        )
+        states = sequences.exchanged(*(bound.pop(name) for name in ("query", "key", "value")))
+        mask, is_causal = bound.get("attn_mask"), bool(bound.get("is_causal"))
+        bound["attn_mask"] = mask = sequences.whole_mask(mask, is_causal=is_causal, device=states[0].device)
+        bound["is_causal"] = is_causal and mask is None
         sequences.seen["torch"] += 1
-        return Exchange.apply(func(*states, **bound), sequences.group, 2, 1)
+        return sequences.leave(func(*states, **bound), 2)
+
+
+def attentions_of(model: nn.Module) -> set[str]:
+    """Return the names of the attention functions that a model of transformers uses; none of any other."""
+    found = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
+    return {name for name in found if isinstance(name, str)} if "transformers" in sys.modules else set()
 
 
 class AttentionOfTransformers:
@@ -65,7 +71,7 @@ class AttentionOfTransformers:
     Modules of other models reach the functions as they were.
 
     Args:
-        sequences: the direction, with `state`, `division`, `group`, `seen` and `to_heads`.
+        sequences: the direction, with `state`, `division`, `group`, `seen`, `queries`, `exchanged` and `leave`.
         model: whose attention it is; one that is not of transformers has none of these.
 
     Attributes:
@@ -75,8 +81,7 @@ class AttentionOfTransformers:
     def __init__(self, sequences: Any, model: nn.Module) -> None:
         self._sequences, self._modules = sequences, {id(module) for module in model.modules()}
         self._undo: list[Callable[[], object]] = []
-        found = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
-        self.names = {name for name in found if isinstance(name, str)} if "transformers" in sys.modules else set[str]()
+        self.names = attentions_of(model)
         for name in self.names:
             self._register(name)
 
@@ -113,10 +118,10 @@ class AttentionOfTransformers:
             return attend(module, query, key, value, attention_mask, **options)
         if sequences.state is None:
             raise ValueError(
-                f"sp_size={sequences.size}: a part of the model was called by itself, and only its own forward divides "
+                f"{sequences.asked}: a part of the model was called by itself, and only its own forward divides "
                 "sequences; call the model that was given to the Trainer"
             )
-        states = sequences.to_heads(query, key, value)
+        states = sequences.exchanged(query, key, value)
         if options.get("position_ids") is not None:
             options["position_ids"] = sequences.division.positions  # flash attention finds packed sequences in them
         sequences.seen["transformers"] += 1
@@ -125,7 +130,7 @@ class AttentionOfTransformers:
             output, *_ = attend(module, *states, attention_mask, **options)
         finally:
             sequences.state = state
-        return Exchange.apply(output, sequences.group, 1, 2), None
+        return sequences.leave(output, 1), None
 
     def _whole_mask(self, mask_of: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make the mask of whole sequences where the model asks for that of a piece."""
@@ -135,12 +140,14 @@ class AttentionOfTransformers:
         now = sequences.division
         if args or options["q_length"] != now.piece or options["kv_length"] != now.piece:
             raise ValueError(
-                f"sp_size={sequences.size}: a mask for attention within pieces of {now.piece} positions was "
+                f"{sequences.asked}: a mask for attention within pieces of {now.piece} positions was "
                 f"expected, and one for {options.get('q_length')} and {options.get('kv_length')} asked for; only "
                 "attention within the sequence can be divided"
             )
         mask, device = now.mask, options.get("device")
-        length = now.piece * sequences.size
+        (first, number), length = sequences.queries, now.piece * sequences.size
+        if number < length:  # without a mask, attention is causal from the first key on
+            options["allow_is_causal_skip"] = False
         if mask is None and length > now.length and not options.get("allow_is_causal_skip"):
             # Padding follows the words, so that those of a causal model do not see it.
             mask = (torch.arange(length, device=device) < now.length).expand(options["batch_size"], -1)
@@ -149,7 +156,7 @@ class AttentionOfTransformers:
                 "mask_function": _packed(options["mask_function"], now.positions),
                 "allow_is_causal_skip": False,
             }
-        options |= {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
+        options |= {"q_length": number, "kv_length": length, "q_offset": first, "kv_offset": 0}
         return mask_of(**options | {"attention_mask": None if mask is None else mask.bool()})
 
 
@@ -171,6 +178,4 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
         found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if found is not None:
             return found
-    raise ValueError(
-        f"sp_size: the eager attention of {type(module).__name__} is not known; set attn_implementation='sdpa'"
-    )
+    raise ValueError(f"the eager attention of {type(module).__name__} is not known; set attn_implementation='sdpa'")

@@ -100,14 +100,14 @@ def far_neighbours(near: int, on_machine: int | None, started: int) -> str:
     """Return a warning if processes that exchange in every layer are on several machines; empty if not, or unknown.
 
     Args:
-        near: number of processes in a row that compute a sample together: `sp_size` times `tp_size`.
+        near: number of processes in a row that compute a sample together, without stages.
         on_machine: number of processes on a machine.
         started: number of processes.
     """
     if near < 2 or not on_machine or on_machine >= started or on_machine % near == 0:
         return ""
     return (
-        f"{near} processes in a row (sp_size x tp_size) exchange in every layer, and a machine has {on_machine}: some "
-        f"of them are on two machines, whose network is slower; choose sizes whose product divides {on_machine} "
-        f"({sizes_that_divide(on_machine)} do), or start a multiple of {near} processes on each machine"
+        f"{near} processes in a row (cp_size, sp_size, tp_size) exchange in every layer, and a machine has "
+        f"{on_machine}: some of them are on two machines, whose network is slower; choose sizes whose product divides "
+        f"{on_machine} ({sizes_that_divide(on_machine)} do), or start a multiple of {near} processes on each machine"
     )

@@ -68,7 +68,7 @@ class InPieces:
     """Stands for outputs in training, of which each process has a piece, while the model computes the loss."""
 
     _WHY = (
-        "outputs of a model whose sequences are divided (sp_size) are not gathered in training where the model "
+        "outputs of a model whose sequences are divided are not gathered in training where the model "
         "computes the loss from labels; call it without labels, as compute_loss_func does, and they are whole"
     )
 
@@ -96,6 +96,7 @@ class Sequences(Direction):
     """
 
     name = "sp"
+    shares_heads = True
     division: Division  # of the batch that is computed
 
     def __init__(self, size: int, label_names: Sequence[str] | None = None) -> None:
@@ -109,27 +110,32 @@ class Sequences(Direction):
         self._mode = AttentionOfTorch(self)
         self._of_transformers: AttentionOfTransformers | None = None
 
+    @property
+    def asked(self) -> str:
+        """Return the size, as it is set."""
+        return f"{self.name}_size={self.size}"
+
     def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
         """Make the groups of those that have a sequence; see `Direction.join`."""
+        self._parts = ranks.shape[4]
+        if ranks.shape[0] > 1 or ranks.shape[3] != self.size:
+            raise ValueError(f"{self.asked} is not done with pp_size, nor cp_size with sp_size; set one of them to 1")
         pieces = among(ranks.transpose(3, 4).reshape(-1, self.size).tolist())
         self.group, self.rank = pieces.group, pieces.rank
-        self._stages, self._parts = ranks.shape[0], ranks.shape[4]
 
     def check(self, model: nn.Module) -> None:
         """Check the sizes; see `Direction.check`."""
         config, parts = getattr(model, "config", None), self._parts
-        if self._stages > 1:
-            raise ValueError(f"sp_size={self.size} is not done with pp_size; set one of them to 1")
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
-                f"sp_size={self.size} divides one sequence, and {type(model).__name__} has two, of encoder and "
+                f"{self.asked} divides one sequence, and {type(model).__name__} has two, of encoder and "
                 "decoder; use tp_size"
             )
-        for name in HEADS:
+        for name in HEADS if self.shares_heads else ():
             if isinstance(number := getattr(config, name, None), int) and number % (self.size * parts):
                 of_each = f"{name}={number}" + (f" of which tp_size={parts} leaves {number // parts}" * (parts > 1))
                 others = sizes_that_divide(number // parts)
-                raise ValueError(f"sp_size={self.size} does not divide {of_each}; {others} do")
+                raise ValueError(f"{self.asked} does not divide {of_each}; {others} do")
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Have attention exchange; see `Direction.divide`."""
@@ -179,7 +185,7 @@ class Sequences(Direction):
         leaves, structure = tree_flatten(output)
         if len(leaves) != len(self._rules):
             raise ValueError(
-                f"sp_size={self.size}: {type(model).__name__} returned {len(leaves)} values, and {len(self._rules)} "
+                f"{self.asked}: {type(model).__name__} returned {len(leaves)} values, and {len(self._rules)} "
                 "when it was looked at; return the same for the same inputs"
             )
         return tree_unflatten(list(map(self._join, leaves, self._rules)), structure)
@@ -214,7 +220,7 @@ class Sequences(Direction):
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.shape[:2] not in ((rows, length), (1, length)):
                     raise ValueError(
-                        f"sp_size={self.size}: {name} of shape {tuple(value.shape)} is not of sequences of shape "
+                        f"{self.asked}: {name} of shape {tuple(value.shape)} is not of sequences of shape "
                         f"{(rows, length)}, so how it is divided cannot be decided; leave it out of the batch"
                     )
                 filling = _IGNORED if name in labels else 0
@@ -255,23 +261,35 @@ class Sequences(Direction):
 
     # Attention
 
-    def to_heads(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Return whole sequences of this process's heads, from a piece of all heads: `(batch, heads, length, size)`.
+    @property
+    def queries(self) -> tuple[int, int]:
+        """Return the first position whose attention this process computes, and their number."""
+        return 0, self.division.piece * self.size
+
+    def exchanged(self, *states: torch.Tensor) -> list[torch.Tensor]:
+        """Return what attention is computed of, from pieces of queries, keys and values `(batch, heads, length, size)`.
 
         Raises:
             ValueError: it is not attention within the sequence, or heads cannot be shared out.
         """
-        piece = self.division.piece
-        for value in values:
-            if value.dim() != 4 or value.shape[2] != piece:
+        for value in states:
+            if value.dim() != 4 or value.shape[2] != self.division.piece:
                 raise ValueError(
-                    f"sp_size={self.size}: attention over {tuple(value.shape)} is not (batch, heads, length, size) "
-                    f"with the {piece} positions of a piece; only attention within the sequence can be divided"
+                    f"{self.asked}: attention over {tuple(value.shape)} is not (batch, heads, length, size) with the "
+                    f"{self.division.piece} positions of a piece; only attention within the sequence can be divided"
                 )
-            if value.shape[1] % self.size:
+            if self.shares_heads and value.shape[1] % self.size:
                 others = sizes_that_divide(value.shape[1])
-                raise ValueError(f"sp_size={self.size} does not divide {value.shape[1]} heads; {others} do")
-        return [Exchange.apply(value, self.group, 1, 2) for value in values]
+                raise ValueError(f"{self.asked} does not divide {value.shape[1]} heads; {others} do")
+        return self.enter([*states])
+
+    def enter(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return whole sequences of this process's heads: `(batch, heads, length, size)`."""
+        return [Exchange.apply(value, self.group, 1, 2) for value in states]
+
+    def leave(self, output: torch.Tensor, dimension: int) -> torch.Tensor:
+        """Return a piece of all heads from the output of attention, whose positions are in dimension 1 or 2."""
+        return Exchange.apply(output, self.group, dimension, 3 - dimension)  # type: ignore[return-value]
 
     def whole_mask(self, mask: torch.Tensor | None, *, is_causal: bool, device: torch.device) -> torch.Tensor | None:
         """Return the mask of whole sequences from the one that a module made of its piece.
@@ -286,7 +304,7 @@ class Sequences(Direction):
             return is_there[None, None, None] if is_padded and not is_causal else None
         if mask.dim() != 4 or mask.shape[1:] != (1, 1, now.piece):
             raise ValueError(
-                f"sp_size={self.size}: attn_mask of shape {tuple(mask.shape)} is not (batch, 1, 1, {now.piece}), of "
+                f"{self.asked}: attn_mask of shape {tuple(mask.shape)} is not (batch, 1, 1, {now.piece}), of "
                 "the keys of a piece; use is_causal=True, or such a mask"
             )
         mask = self.gather(mask.flatten(1))[:, None, None]
@@ -323,7 +341,7 @@ class Sequences(Direction):
             torch.clear_autocast_cache()  # it has weights without gradients
         if self.seen == seen:
             raise ValueError(
-                f"sp_size={self.size}: {type(model).__name__} called no attention that can be divided; a module calls "
+                f"{self.asked}: {type(model).__name__} called no attention that can be divided; a module calls "
                 "torch.nn.functional.scaled_dot_product_attention, and a model of transformers takes its attention "
                 "function from AttentionInterface (not nn.MultiheadAttention, which hides it)"
             )
@@ -344,7 +362,7 @@ class Sequences(Direction):
             if not chosen[-1]:
                 seen = ", ".join(f"{name}: {error:.2g}" for name, error in measured.items())
                 raise ValueError(
-                    f"sp_size={self.size}: output {number} of {model} is another one for a sequence in pieces than for "
+                    f"{self.asked}: output {number} of {model} is another one for a sequence in pieces than for "
                     f"the whole one (relative error by how pieces are joined: {seen}). A model that can be divided "
                     "takes the place of a word from position_ids, works on each position by itself but for attention, "
                     "and has a loss that is a mean over targets, or their sum divided by num_items_in_batch; where it "
@@ -392,11 +410,11 @@ def _named(model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) ->
     """Return the inputs of a forward by name."""
     names = [name for name, parameter in _parameters(model).items() if parameter.kind.name == "POSITIONAL_OR_KEYWORD"]
     if len(args) > len(names):
-        raise ValueError(f"sp_size: {type(model).__name__} got {len(args)} inputs by position; give them by name")
+        raise ValueError(f"{type(model).__name__} got {len(args)} inputs by position; give them by name")
     named = {**dict(zip(names, args, strict=False)), **given}
     if named.get("past_key_values") is not None:
         raise ValueError(
-            "sp_size: generation with a cache is not done; use use_cache=False, or generate on one process"
+            "sequences in pieces: generation with a cache is not done; use use_cache=False, or generate on one process"
         )
     if getattr(getattr(model, "config", None), "use_cache", False):
         named["use_cache"] = False  # a cache would hold a piece
@@ -427,7 +445,7 @@ def _main(model: nn.Module, named: Mapping[str, Any]) -> torch.Tensor:
     """Return the input whose first two dimensions are the number and the length of the sequences."""
     tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
     if not tensors:
-        raise ValueError("sp_size: no input has sequences, as a tensor of shape (batch, length)")
+        raise ValueError("sequences in pieces: no input has them, as a tensor of shape (batch, length)")
     return tensors.get(getattr(model, "main_input_name", "input_ids"), next(iter(tensors.values())))
 
 

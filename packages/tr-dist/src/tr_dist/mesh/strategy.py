@@ -17,6 +17,7 @@ from tr_dist.base import common_options
 from tr_dist.environment import LaunchEnvironment
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.strategy import FSDP
+from tr_dist.mesh.context import Context
 from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, far_neighbours, sizes_of
 from tr_dist.mesh.experts import Experts
@@ -26,13 +27,13 @@ from tr_log import get_logger, warning_once
 
 # From the outermost: each makes its direction from the arguments.
 _DIRECTIONS: tuple[Callable[[Any], Direction], ...] = (
+    lambda args: Context(sizes_of(args).get("cp_size", 1), args.label_names),
     lambda args: Sequences(sizes_of(args).get("sp_size", 1), args.label_names),
     lambda args: Tensor(
         sizes_of(args).get("tp_size", 1), args.tp_plan, shares_experts=sizes_of(args).get("ep_size", 1) > 1
     ),
     lambda args: Experts(sizes_of(args).get("ep_size", 1), args.ep_plan),
 )
-_NAMES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the outermost
 _logger = get_logger(__name__)
 
 
@@ -120,7 +121,10 @@ class Mesh(FSDP):
         yield
 
     def _make_mesh(self, environment: LaunchEnvironment) -> DeviceMesh:
-        stages, pieces, parts = (self.sizes.get(name, 1) for name in ("pp_size", "sp_size", "tp_size"))
+        of_pieces = "cp" if "cp_size" in self.sizes else "sp"
+        names = ("pp", "dp_replicate", "dp_shard", of_pieces, "tp")  # from the outermost
+        stages, context, pieces, parts = (self.sizes.get(f"{name}_size", 1) for name in ("pp", "cp", "sp", "tp"))
+        pieces *= context
         together = stages * pieces * parts
         if self.world_size % together:
             product = " x ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "ep_size")
@@ -131,7 +135,7 @@ class Mesh(FSDP):
         shape = (stages, replicas, shards * pieces, parts)
         self._whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
         ranks = self._whole.mesh.view(stages, replicas, shards, pieces, parts)
-        places = zip(_NAMES, ranks.shape, (ranks == self.rank).nonzero()[0].tolist(), strict=True)
+        places = zip(names, ranks.shape, (ranks == self.rank).nonzero()[0].tolist(), strict=True)
         self._coordinates = {name: place for name, size, place in places if size > 1}
         if far := far_neighbours(near, environment.local_world_size, self.world_size):
             warning_once(_logger, "%s", far)
