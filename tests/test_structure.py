@@ -29,6 +29,7 @@ PUBLIC_MODULES = re.compile(
 # Tests that are about the inside of a package.
 KNOW_THE_INSIDE = {
     "campaigns/attack/conditions_shards.py": "writes the shards of 1,000 ranks in one process",
+    "backends/test_many_stages.py": "runs one process of many, and says what its neighbours would",
     "backends/test_accelerate_files.py": "compares how the launcher reads a file with how accelerate does",
     "backends/test_sequences.py": "counts what a step exchanges, and calls a divided model by itself",
     "backends/substitute_device.py": "lets another device be taken for a Mac's",

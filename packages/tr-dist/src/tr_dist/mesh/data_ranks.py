@@ -12,10 +12,16 @@ import torch.distributed as dist
 from tr_dist.process_group import Exchanges
 
 
+def own_group(ranks: list[list[int]], rank: int, timeout: timedelta, backend: str | None = None) -> Any:
+    """Return torch's group of those of `ranks` that has `rank`, this process's; None if none has. Makes no others."""
+    own = next((group for group in ranks if rank in group), None)
+    return own and dist.new_group(own, timeout, backend, use_local_synchronization=True)
+
+
 class DataRanks(Exchanges):
     """This process among those that compute other samples: one of each group that computes a sample together.
 
-    Collective over the job: every process makes the groups of all.
+    Collective over those ranks: each process makes the groups that it is in, so that thousands start as fast as a few.
 
     Args:
         ranks: of each place within a sample's group, the job's ranks of that place, by number of replica.
@@ -40,9 +46,9 @@ class DataRanks(Exchanges):
         own = next(group for group in ranks if rank in group)
         self.device, self._host, self.local_rank = device, host, local_rank
         self.rank, self.world_size = own.index(rank), len(own)
-        self._group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        self._group = own_group(ranks, rank, timeout)
         # A group of its own: these exchanges wait for no others, and none waits for them.
-        self._agreeing, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=self.agrees_by)
+        self._agreeing = own_group(ranks, rank, timeout, self.agrees_by)
 
     @property
     def group(self) -> Any:

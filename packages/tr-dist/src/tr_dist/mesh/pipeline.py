@@ -47,15 +47,13 @@ class Pipeline(Direction):
 
     Attributes:
         stages: those of this process, once the model is divided.
-        group: the processes of this row.
-        host: the same, for values on the host.
-        place: number of this process in its row.
+        row: this process in its row.
+        ranks: those of the row, in the job.
     """
 
     name = "pp"
     stages: Stages
-    group: dist.ProcessGroup
-    host: dist.ProcessGroup
+    row: DataRanks
 
     def __init__(self, size: int, split: list[str] | None = None, schedule: str = "1f1b") -> None:
         self.size, self._split = size, split
@@ -70,18 +68,17 @@ class Pipeline(Direction):
 
     def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
         """Make the groups of the rows; see `Direction.join`."""
-        row = among(ranks.flatten(1).T.tolist())
-        self.place, self.group, self.host = row.rank, row.group, row.host_group
-        self.row = dist.get_process_group_ranks(self.group)
+        self.row = among(ranks.flatten(1).T.tolist())
+        self.ranks = dist.get_process_group_ranks(self.row.group)
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Cut the model; see `Direction.divide`."""
         parameter = next(model.parameters())
         self._device, self._wire_is_double = torch.device(mesh.device_type), parameter.dtype == torch.float64
-        self.stages = Stages(model, self._split, self.place, self.size, self._each)
+        self.stages = Stages(model, self._split, self.row.rank, self.size, self._each)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
-                f"pp_size={self.size}: stage {self.place} has no parameter that is trained; cut elsewhere by pp_split"
+                f"pp_size={self.size}: stage {self.row.rank} trains no parameter; cut elsewhere by pp_split"
             )
 
     @property
@@ -167,7 +164,7 @@ class Pipeline(Direction):
                         *(index, self.stages.last + 1, self._step.device),
                         input_args=(torch.zeros(1, dtype=torch.int64),) if taken is None else (_example(taken),),
                         output_args=(_example(given or taken),),
-                        group=self.group,
+                        group=self.row.group,
                     )
                 )
             options = {"loss_fn": self._loss_of, "scale_grads": False}
@@ -204,13 +201,13 @@ class Pipeline(Direction):
         """Run the stages of this process when it is their turn; returns the outputs of the last, and all forms."""
         outputs, given, forms, names = None, None, dict[int, tuple[Form, Form]](), frozenset(inputs)
         for index in self.stages.own:
-            hidden = None if index == 0 else self._receive((self.place - 1) % self.size)
+            hidden = None if index == 0 else self._receive((self.row.rank - 1) % self.size)
             if index == self.stages.last:
                 outputs = self.stages.run(index, inputs, hidden) if to_end else None
                 forms[index] = (_form(hidden), None)
             else:
                 given = self.stages.run(index, inputs, hidden)
-                self._send(given, (self.place + 1) % self.size)
+                self._send(given, (self.row.rank + 1) % self.size)
                 forms[index] = (_form(hidden), _form(given))
             if names not in self._checked:
                 self.stages.check(inputs, cast("torch.Tensor", given if hidden is None else hidden))
@@ -218,33 +215,32 @@ class Pipeline(Direction):
         return outputs, forms
 
     def _send(self, hidden: torch.Tensor, place: int) -> None:
-        dist.send_object_list([_form(hidden)], self.row[place], group=self.host, device=torch.device("cpu"))
-        dist.send(hidden.contiguous(), self.row[place], group=self.group)
+        dist.send_object_list([_form(hidden)], self.ranks[place], group=self.row.host_group, device=torch.device("cpu"))
+        dist.send(hidden.contiguous(), self.ranks[place], group=self.row.group)
 
     def _receive(self, place: int) -> torch.Tensor:
         form: list[Any] = [None]
-        dist.recv_object_list(form, self.row[place], group=self.host, device=torch.device("cpu"))
+        dist.recv_object_list(form, self.ranks[place], group=self.row.host_group, device=torch.device("cpu"))
         hidden = torch.empty(form[0][0], dtype=form[0][1], device=self._device)
-        dist.recv(hidden, self.row[place], group=self.group)
+        dist.recv(hidden, self.ranks[place], group=self.row.group)
         return hidden
 
     def _from_last(self, outputs: Any) -> Any:
         """Return the outputs of the process that has the last stage, on every process of the row."""
-        source, leaves, described = self.row[self.size - 1], list[Any](), [None]
+        leaves, described = list[Any](), None
         if self.is_last:
             leaves, tree = tree_flatten(outputs)
             kept = (torch.Tensor, int, float, str, bool, type(None))
             leaves = [leaf if isinstance(leaf, kept) else None for leaf in leaves]  # no caches of keys and values
-            described = [(tree, [_Here(_form(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])]
-        dist.broadcast_object_list(described, source, group=self.host, device=torch.device("cpu"))
-        tree, found = cast("Any", described[0])
+            described = (tree, [_Here(_form(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        tree, found = self.row.gather_objects(described)[-1]
         for number, leaf in enumerate(found):
             if isinstance(leaf, _Here):
                 shape, dtype = cast("Any", leaf.form)
                 own = torch.empty(shape, dtype=dtype, device=self._device)
                 if self.is_last:
                     own = cast("torch.Tensor", leaves[number]).contiguous()
-                dist.broadcast(own, source, group=self.group)
+                dist.broadcast(own, self.ranks[-1], group=self.row.group)
                 found[number] = own
         return tree_unflatten(found, tree)
 
@@ -254,7 +250,7 @@ class Pipeline(Direction):
         together = (
             torch.stack(losses).to(dtype) if self.is_last else torch.empty(number, dtype=dtype, device=self._device)
         )
-        dist.broadcast(together, self.row[self.size - 1], group=self.group)
+        dist.broadcast(together, self.ranks[-1], group=self.row.group)
         return list(together.unbind())
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from tr_dist.fsdp.settings import Sharding
+from tr_dist.mesh.data_ranks import own_group
 from tr_dist.mesh.direction import Direction, sizes_of
 from tr_dist.mesh.pipeline import Pipeline, Step
 from tr_dist.mesh.strategy import Mesh
@@ -70,8 +71,7 @@ class PipelinedMesh(Mesh):
         tied = self._pipeline.stages.tied
         ends = self._whole.mesh.flatten(1)[[0, -1]].T.tolist()
         if tied:
-            group, _ = dist.new_subgroups_by_enumeration(ends, timeout=self._timeout)
-            self._pairs = cast("dist.ProcessGroup | None", group)
+            self._pairs = own_group(ends, self.rank, self._timeout)
         parameters = dict(prepared.named_parameters())
         borrows = self._pairs is not None
         self._shared = [parameters[name] for name in tied if name in parameters] if borrows else []
@@ -154,8 +154,7 @@ class PipelinedMesh(Mesh):
         stages, inner = self._pipeline.stages, self.unwrap(model)
         of_stage = self._whole["replicate", "shard", "tp"].get_coordinate()
         own = full_state_dict(inner, keep=of_stage is not None and not any(of_stage))
-        gathered: list[Any] = [None] * self._pipeline.size
-        dist.all_gather_object(gathered, own, group=self._pipeline.host)
+        gathered = self._pipeline.row.gather_objects(own)
         if self.rank != 0:
             return {}
         found = {name: value for state in reversed(gathered) for name, value in state.items()}
@@ -166,7 +165,7 @@ class PipelinedMesh(Mesh):
     def _share_again(self, tensors: list[torch.Tensor]) -> None:
         """Give the other end of the row the tensors of the first stage."""
         for tensor in tensors:
-            dist.broadcast(_local(tensor), self._pipeline.row[0], group=self._pairs)
+            dist.broadcast(_local(tensor), self._pipeline.ranks[0], group=self._pairs)
 
 
 class _Piped(nn.Module):
@@ -208,14 +207,11 @@ class AllStages:
         Args:
             own: entries of this process: tensors, numbers, or mappings of them.
         """
-        described: list[Any] = [None] * self.pipeline.size
-        dist.all_gather_object(described, {name: _described(value) for name, value in own.items()},
-                               group=self.pipeline.host)  # fmt: skip
-        found: dict[str, Any] = {}
+        described, found = self.pipeline.row.gather_objects(_described(own)), dict[str, Any]()
         for place, entries in enumerate(described):
             for name, value in entries.items():
                 if name not in found:
-                    found[name] = own[name] if place == self.pipeline.place else self._elsewhere(value, place)
+                    found[name] = own[name] if place == self.pipeline.row.rank else self._elsewhere(value, place)
         return found
 
     def _elsewhere(self, value: Any, place: int) -> Any:
@@ -350,11 +346,11 @@ class OptimizerOfStages:
         if not pipeline.stages.tied:
             return
         ends = {name: p for name, p in pipeline.stages.model.named_parameters() if name in pipeline.stages.tied}
-        described: list[Any] = [{name: _described(self._optimizer.state.get(p, {})) for name, p in ends.items()}]
-        dist.broadcast_object_list(described, pipeline.row[0], group=pipeline.host, device=torch.device("cpu"))
+        own_state = {name: _described(self._optimizer.state.get(p, {})) for name, p in ends.items()}
+        of_first = pipeline.row.gather_objects(own_state)[0]
         for name, parameter in ends.items():
             own = self._optimizer.state[parameter]
-            for key, value in described[0].get(name, {}).items():
+            for key, value in of_first.get(name, {}).items():
                 if isinstance(value, _Divided) and value.shape != tuple(parameter.shape):
                     raise ValueError(
                         f"pp_size: {name} is on the first and the last stage, and its state {key} of shape "
@@ -383,8 +379,7 @@ class OptimizerOfStages:
         Raises:
             ValueError: the stages have other groups.
         """
-        row: list[Any] = [None] * self._stages.pipeline.size
-        dist.all_gather_object(row, self._names(), group=self._stages.pipeline.host)
+        row = self._stages.pipeline.row.gather_objects(self._names())
         if len({len(groups) for groups in row}) > 1:
             raise ValueError(
                 f"the stages of pp_size have {[len(groups) for groups in row]} groups of parameters; build the "

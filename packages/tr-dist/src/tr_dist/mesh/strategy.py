@@ -18,7 +18,7 @@ from tr_dist.environment import LaunchEnvironment
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.strategy import FSDP
 from tr_dist.mesh.context import Context
-from tr_dist.mesh.data_ranks import DataRanks
+from tr_dist.mesh.data_ranks import DataRanks, own_group
 from tr_dist.mesh.direction import Direction, far_neighbours, sizes_of
 from tr_dist.mesh.experts import Experts
 from tr_dist.mesh.sequence import Sequences
@@ -144,7 +144,7 @@ class Mesh(FSDP):
             direction.join(ranks, self.device, self._among)
         copies = replicas // max(direction.replicas_a_copy for direction in self._directions)
         of_model = ranks.transpose(0, 1).reshape(copies, -1).tolist()
-        self._of_model, _ = dist.new_subgroups_by_enumeration(of_model, timeout=self._timeout)
+        self._of_model = own_group(of_model, self.rank, self._timeout)
         return self._whole["shard"] if replicas == 1 else self._whole["replicate", "shard"]
 
     def _among(self, ranks: list[list[int]]) -> DataRanks:
