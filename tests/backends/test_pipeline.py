@@ -1,5 +1,7 @@
 """Stages of layers on a row of processes: the numbers of one process by every schedule, on every mesh."""
 
+import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
+from tr_log.phases import active_clock
 
 pytestmark = pytest.mark.column("mesh")
 QUIET = {"report_to": "none", "disable_tqdm": True, "log_level": "error"}
@@ -282,3 +285,48 @@ class Counts:
 def test_a_save_makes_no_groups_of_processes(tmp_path):
     for begun, ended in run_ranks(groups_made, 2, str(tmp_path), {"parallelism_config": "pp=2"}, timeout_s=300):
         assert begun == ended
+
+
+class Prepares(Trainer):
+    """Prepares each batch, in a way that is another if it is done twice, and counts how often."""
+
+    prepared = 0
+
+    def _prepare_inputs(self, inputs):
+        self.prepared += self.model.training
+        return super()._prepare_inputs({**inputs, "input_ids": (inputs["input_ids"] + 1) % 24})
+
+
+def watched(folder, options):
+    """Return losses, how often a batch was prepared, parameters in the log and report, and ratios of rates."""
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "peak_flops": 1e6}
+    quiet = {"use_cpu": True, "save_strategy": "no", **QUIET}
+    args = TrainingArguments(folder, max_steps=2, logging_steps=1, **quiet, **accumulated, **options)
+    trainer = Prepares(MODELS["llama"](), args, train_dataset=rows(16))
+    trainer.loss_is_scaled_for_ga = True  # nothing is looked at before the first step
+    rates = []
+    trainer.add_callback(Rates(rates))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    with (Path(folder) / "events.jsonl").open(encoding="utf-8") as lines:
+        sizes = [trainer.get_num_trainable_parameters(), json.loads(next(lines))["model"]["parameters"]]
+    trainer.strategy.close()
+    return losses, trainer.prepared, sizes, rates
+
+
+class Rates:
+    def __init__(self, rates):
+        self.rates = rates
+
+    def on_log(self, args, state, control, **kwargs):
+        rates = active_clock().rates
+        self.rates += [rates["flops_per_second"] / rates["tokens_per_second"], rates["flops_per_second"] / rates["mfu"]]
+
+
+def test_batches_are_prepared_once_and_logs_and_rates_are_of_the_whole_model_and_all_devices(tmp_path):
+    losses, prepared, sizes, rates = watched(str(tmp_path / "alone"), {})
+    options = {"parallelism_config": "pp=2,tp=2"}
+    for found in run_ranks(watched, 4, str(tmp_path / "mesh"), options, timeout_s=300):
+        assert found[0] == pytest.approx(losses, rel=2e-5)
+        assert found[1:3] == (prepared, sizes)
+        assert found[3] == pytest.approx([rates[0], 4 * rates[1]] * 3)  # the peak is that of four devices

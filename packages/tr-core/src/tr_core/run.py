@@ -255,7 +255,8 @@ class Run:
         read = self._read_window()
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         together = self.strategy.world_size // self.strategy.data.world_size
-        share = window.throughput.share(self.methods.model, self.strategy.device, dtype, args.peak_flops, together)
+        model, whole = self.methods.model, self.methods.whole
+        share = window.throughput.share(model, self.strategy.device, dtype, args.peak_flops, together, whole)
         with phase(EXCHANGE):
             gathered = self.strategy.data.gather_objects((read, shared, share))
         check_same_on_all_ranks([values for _, values, _ in gathered])

@@ -122,11 +122,21 @@ class Throughput:
         dtype: torch.dtype | None,
         given_peak: float | None,
         together: int = 1,
+        whole: ModelFacts | None = None,
     ) -> Share:
-        """Return what this rank, or each of so many that compute its samples together, adds to the rates. No sync."""
+        """Return what this rank, or each of so many that compute its samples together, adds to the rates. No sync.
+
+        Args:
+            model: as this rank has it.
+            device: of this rank.
+            dtype: in which it computes; None is that of the parameters.
+            given_peak: of a device, if the user gives it.
+            together: number of ranks that compute its samples together.
+            whole: what the model is, if this rank has some of its layers alone.
+        """
         trained = tuple(parameter.requires_grad for parameter in self._looked_at)
         if not trained or trained != self._trained:  # a walk over a large model takes half a millisecond
-            self._facts, self._looked_at = look_at(model), tuple(model.parameters())
+            self._facts, self._looked_at = whole or look_at(model), tuple(model.parameters())
             self._trained = tuple(parameter.requires_grad for parameter in self._looked_at)
         devices = [each for each in self._facts.devices if each.type == device.type] or [device]
         peaks = [peak_flops(each, dtype or self._facts.dtype, given_peak) for each in devices]

@@ -74,7 +74,7 @@ from tr_core.evaluation.evaluation_loop import (
 )
 from tr_core.evaluation.gather import gather_tree, map_objects, map_tensors
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetric, is_streaming
-from tr_core.flops import FlopCounter
+from tr_core.flops import FlopCounter, ModelFacts, look_at
 from tr_core.label_smoothing import LabelSmoother
 from tr_core.log_window import store_counts
 from tr_core.loop import evaluate_and_report, log_evaluate_save, run_epochs
@@ -151,7 +151,7 @@ from tr_core.validation import (
 )
 from tr_log import get_logger, progress_bar
 from tr_log.drawings import Drawing
-from tr_log.events_file import whole_size
+from tr_log.events_file import sizes_of
 from tr_log.loggers import configure_process
 from tr_log.phases import COMPUTE, EVALUATION, START, PhaseClock, active_clock, phase, phase_clock
 from tr_log.streams import usable_streams
@@ -196,6 +196,7 @@ class Trainer(TransformersAttributes):
             the Trainer observes what the loss depends on. It may be set at any time.
         card_details: the arguments of earlier calls of `create_model_card`.
         lacks_best_weights: whether the best weights should have been loaded and were missing.
+        whole: what the model was before each process kept some of its layers; None where it keeps them all.
 
     Building a Trainer changes no random number generator and moves no model: `train` and `evaluate` do that.
 
@@ -228,6 +229,7 @@ class Trainer(TransformersAttributes):
     _loadings: Mapping[str, OwnLoading] = {}
     _found_at: Mapping[str, str] = {}  # in a resume: what the folder that an override gets is read from
     current_run: Run | None = None
+    whole: ModelFacts | None = None
     _asked: AskedBatches | None = None  # the batches of the step whose count is asked for
     _has_run_due = False
 
@@ -362,6 +364,7 @@ class Trainer(TransformersAttributes):
                 apply_liger_kernel(self.model, self.args.liger_kernel_config)
             if not self._is_prepared and self.overrides("_move_model_to_device") and self.place_model_on_device:
                 self._move_model_to_device(self.model, self.strategy.device)
+            self.whole = look_at(self.model) if self.strategy.schedules_micro_batches else None
             self.model_wrapped = self.strategy.prepare(self.model)
             now = self._structure()
         self._prepared = now
@@ -1064,7 +1067,8 @@ class Trainer(TransformersAttributes):
         """
         if self.splits_sequences:
             return self._split_step(model, inputs, num_items_in_batch)
-        inputs = self._prepare_inputs(inputs) if self.prepares_inputs else to_device(inputs, self.strategy.device)
+        if not self.strategy.schedules_micro_batches:  # else `inputs_of_schedule` did
+            inputs = self._prepare_inputs(inputs) if self.prepares_inputs else to_device(inputs, self.strategy.device)
         count: dict[str, Any] = {"num_items_in_batch": None} if self._loss_takes_count else {}
         if count and num_items_in_batch is not None:
             count = {"num_items_in_batch": num_items_in_batch}
@@ -1667,7 +1671,7 @@ class Trainer(TransformersAttributes):
 
     def get_num_trainable_parameters(self) -> int:
         """Count the trainable weights, of all ranks where they are sharded: the numbers that training changes."""
-        return sum(whole_size(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
+        return sum(size for size, is_trained in sizes_of(self.model) if is_trained)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of one optimizer step: micro-batch, times accumulation, times processes."""

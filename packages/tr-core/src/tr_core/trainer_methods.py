@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_args import TrainingArguments
 from tr_core.callback import CallbackList
 from tr_core.data.batches import TakeBatches
+from tr_core.flops import ModelFacts
 from tr_core.loss import LossRule
 from tr_core.protocols import Checkpointer, Strategy
 from tr_core.random_state import RandomState
@@ -37,6 +38,7 @@ class TrainerMethods(Protocol):
         search: the search whose trial this run is; None for any other run.
         has_assignments: whether an assignment acts from the next step.
         loss_is_scaled_for_ga: what an override of `compute_loss` returns; see `Trainer`.
+        whole: what the model was before each process kept some of its layers; None where it keeps them all.
         loss_context: returns the block for forward and loss of a micro-batch.
         has_own_layout: whether an override writes the model's files of a checkpoint.
     """
@@ -70,6 +72,7 @@ class TrainerMethods(Protocol):
     optimizer: torch.optim.Optimizer | None
     loss_function: Callable[..., torch.Tensor] | None
     is_checked: bool
+    whole: ModelFacts | None
     _loss_takes_count: bool
 
     loss_is_scaled_for_ga: bool | None

@@ -329,10 +329,19 @@ def whole_size(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())  # DeepSpeed's third stage
 
 
+def sizes_of(model: Any) -> list[tuple[int, bool]]:
+    """Return the numbers of elements of a model's parameters, and whether each is trained.
+
+    A model of which a process has some layers alone says those of the whole in its attribute `sizes_of_whole`.
+    """
+    own = getattr(model, "sizes_of_whole", None)
+    return own or [(whole_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
+
+
 def _model(model: Any) -> dict[str, Any]:
     """Return the class of a model, where it came from, and its numbers of parameters; nothing is read from a device."""
     try:
-        counts = [(whole_size(p), p.requires_grad) for p in model.parameters()]
+        counts = sizes_of(model)
     except Exception:  # no model of torch, or one whose parameters have no shape yet
         return {}
     source = getattr(getattr(model, "config", None), "_name_or_path", None)

@@ -95,8 +95,8 @@ class Pipeline(Direction):
         self._step = step
         try:
             for shape, group in _by_shape(batches):
-                self._batches, self._inputs = group, [step.inputs_of(batch.inputs) for batch in group]
-                forms = self._forms_of(shape, self._inputs[0])
+                self._batches = [batch._replace(inputs=step.inputs_of(batch.inputs)) for batch in group]
+                forms = self._forms_of(shape, self._batches[0].inputs)
                 self._losses: list[torch.Tensor] = []
                 numbers = torch.arange(len(group))
                 first = (numbers,) if 0 in self.stages.own else ()
@@ -105,7 +105,7 @@ class Pipeline(Direction):
                 schedule.step(*first, number=numbers, return_outputs=False, **target)
                 losses += self._losses
         finally:
-            self._batches, self._inputs, self._received, self._loss = [], [], None, None
+            self._batches, self._received, self._loss = [], None, None
         return self._known_to_all(losses, len(batches))
 
     def take_loss(self, loss: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class Pipeline(Direction):
     def compute(self, stage: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
         """Compute a stage before the last for a micro-batch of the step."""
         with self._step.autocast():
-            hidden = self.stages.run(stage, self._inputs[number], taken)
+            hidden = self.stages.run(stage, self._batches[number].inputs, taken)
         if hidden.requires_grad:
             hidden.register_hook(self._on_backward)
         return hidden
@@ -261,7 +261,7 @@ class Step:
     Attributes:
         device: of this process.
         compute: runs forward, loss and backward of a micro-batch, and returns it with its loss.
-        inputs_of: moves the inputs of a micro-batch to the device.
+        inputs_of: moves the inputs of a micro-batch to the device; `compute` gets it with these.
         autocast: the block around a forward.
         begins_backward: called when a stage begins the backward of a micro-batch.
     """

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tr_dist.base import some_of
+from tr_log.events_file import sizes_of
 
 _HIDDEN = "inputs_embeds"
 
@@ -181,6 +182,7 @@ class Stages:
         self.own, self.last = range(place, size * each, size), size * each - 1
         self.names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.entries = list(model.state_dict())
+        cast("Any", model).sizes_of_whole = sizes_of(model)  # for logs and reports
         self._hidden, self._ends_early, self._is_within = None, False, True
         self.tied = self._check_and_find_tied()
         owner, _, attribute = self.cut.name.rpartition(".")
