@@ -199,9 +199,10 @@ def test_pieces_of_sequences_give_the_numbers_of_one_process(name, form, data, t
         pytest.param({"label_smoothing_factor": 0.1}, 2e-5, marks=row("numbers"), id="smoothed"),
     ],
 )
-def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(options, tolerance, tmp_path):
+@pytest.mark.parametrize("form", ["sp 2", "cp 2"])
+def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(form, options, tolerance, tmp_path):
     alone = train(str(tmp_path / "alone"), "llama", ALONE | options)
-    world, on_mesh = MESHES["sp 2"]
+    world, on_mesh = MESHES[form]
     for rank in run_ranks(train, world, str(tmp_path / "mesh"), "llama", on_mesh | options, timeout_s=300):
         assert_close(rank, alone, tolerance)
 
@@ -226,9 +227,10 @@ def test_a_run_goes_on_on_another_mesh(first, second, tmp_path):
 
 @pytest.mark.slow
 @row("resume")
-def test_a_run_with_dropout_that_stopped_goes_on_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("form", ["sp 2", "cp 2"])
+def test_a_run_with_dropout_that_stopped_goes_on_to_the_same_bits(form, tmp_path):
     def run(folder, *arguments):
-        options = MESHES["sp 2"][1]
+        options = MESHES[form][1]
         return run_ranks(train, 2, str(tmp_path / folder), "dropout", options, "targets", *arguments, timeout_s=300)[0]
 
     whole = run("whole")

@@ -140,6 +140,7 @@ def test_sizes_of_parallel_groups_come_in_several_forms():
         ({"ep_plan": {"experts": "experts"}}, "says what ep_size shares out; set ep_size too"),
         ({"parallelism_config": "tp=2,dp=2"}, "has the unknown key dp_size; did you mean"),
         ({"parallelism_config": "tp=two"}, "at tp_size='two': needs a number of processes, from 1"),
+        ({"parallelism_config": {"cp_handler": {"cp_comm_strategy": "ring"}}}, "has cp_comm_strategy='ring': keys and"),
         (
             {"parallelism_config": {"cp_size": 4, "cp_handler": SimpleNamespace(cp_comm_strategy="alltoall")}},
             "has cp_comm_strategy='alltoall': keys and values are gathered; set 'allgather'",

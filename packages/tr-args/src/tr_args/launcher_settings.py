@@ -138,9 +138,9 @@ def _sharding(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def _spread(variables: Mapping[str, str]) -> dict[str, Any]:
     """Return the sizes. Text that is not a number stays, and the argument's own check refuses it."""
-    names = {size: f"PARALLELISM_CONFIG_{size.upper()}" for size in SIZES}
-    given = {size: variables[name] for size, name in names.items() if name in variables}
-    return {size: int(value) if value.isdigit() else value for size, value in given.items()}
+    names = {name: f"PARALLELISM_CONFIG_{name.upper()}" for name in (*SIZES, "cp_comm_strategy")}
+    given = {name: variables[variable] for name, variable in names.items() if variable in variables}
+    return {name: int(value) if value.isdigit() else value for name, value in given.items()}
 
 
 def _deepspeed(variables: Mapping[str, str]) -> Iterator[_Wish]:

@@ -51,7 +51,7 @@ WITHIN_SAMPLES = ("pp_size", "cp_size", "sp_size", "tp_size")
 FACTORS = (*DATA_SIZES, *WITHIN_SAMPLES)
 SIZES = (*FACTORS, "ep_size")
 # Options of those sizes, without effect alone.
-_OF_THOSE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
+_OF_THOSE = ("cp_comm_strategy", "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _KEYS = (*SIZES, *_OF_THOSE)
 
 
@@ -103,8 +103,9 @@ def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         name = given.removeprefix("parallelism_config_")
         if name not in _KEYS:
             raise RefusedError(f"has the unknown key {given}{did_you_mean(name, _KEYS)}")
-        if getattr(size, "cp_comm_strategy", "allgather") != "allgather":
-            raise RefusedError("has cp_comm_strategy='alltoall': keys and values are gathered; set 'allgather'")
+        options = size if isinstance(size, Mapping) else {name: size, **getattr(size, "__dict__", {})}
+        if (exchange := options.get("cp_comm_strategy")) not in (None, "allgather"):
+            raise RefusedError(f"has cp_comm_strategy={exchange!r}: keys and values are gathered; set 'allgather'")
         if size is None or name in _OF_THOSE:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -66,9 +67,8 @@ def attentions_of(model: nn.Module) -> set[str]:
 class AttentionOfTransformers:
     """Has the attention functions that a model of transformers uses exchange, and makes their masks for the whole.
 
-    The functions are registered again under their own names, and what reads the model's name
-    of its attention finds what it expects.
-    Modules of other models reach the functions as they were.
+    The functions are registered again under their own names, and what reads the model's name of its attention finds
+    what it expects. Modules of other models reach the functions as they were.
 
     Args:
         sequences: the direction, with `state`, `division`, `group`, `seen`, `queries`, `exchanged` and `leave`.
@@ -80,15 +80,11 @@ class AttentionOfTransformers:
 
     def __init__(self, sequences: Any, model: nn.Module) -> None:
         self._sequences, self._modules = sequences, {id(module) for module in model.modules()}
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
+        self.close = self._undo.close  # puts back the functions that were registered before
         self.names = attentions_of(model)
         for name in self.names:
             self._register(name)
-
-    def close(self) -> None:
-        """Put back the functions that were registered before."""
-        while self._undo:
-            self._undo.pop()()
 
     def _register(self, name: str) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -96,12 +92,12 @@ class AttentionOfTransformers:
         attend, mask = AttentionInterface().get(name), AttentionMaskInterface().get(name)
         AttentionInterface.register(name, functools.partial(self._attend, attend))
         if attend is None:  # eager, which each model has of its own
-            self._undo.append(lambda: AttentionInterface._global_mapping.pop(name))
+            self._undo.callback(AttentionInterface._global_mapping.pop, name)
         else:
-            self._undo.append(lambda: AttentionInterface.register(name, attend))
+            self._undo.callback(AttentionInterface.register, name, attend)
         if mask is not None:
             AttentionMaskInterface.register(name, functools.partial(self._whole_mask, mask))
-            self._undo.append(lambda: AttentionMaskInterface.register(name, mask))
+            self._undo.callback(AttentionMaskInterface.register, name, mask)
 
     def _attend(
         self,

@@ -23,7 +23,6 @@ from tr_dist.mesh.direction import Direction, sizes_that_divide
 from tr_dist.mesh.tensor import HEADS
 
 _IGNORED = -100
-_COUNT = "num_items_in_batch"
 
 
 class _Gather(torch.autograd.Function):
@@ -128,8 +127,8 @@ class Sequences(Direction):
         config, parts = getattr(model, "config", None), self._parts
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
-                f"{self.asked} divides one sequence, and {type(model).__name__} has two, of encoder and "
-                "decoder; use tp_size"
+                f"{self.asked} divides one sequence, and {type(model).__name__} has two, of encoder and decoder; use "
+                "tp_size"
             )
         for name in HEADS if self.shares_heads else ():
             if isinstance(number := getattr(config, name, None), int) and number % (self.size * parts):
@@ -241,7 +240,7 @@ class Sequences(Direction):
         names = self._label_names
         if names is None:
             names = [name for name in _parameters(model) if "label" in name]
-        return [name for name in dict.fromkeys(("shift_labels", *names)) if named.get(name) is not None]
+        return [name for name in dict.fromkeys(("shift_labels", *names)) if getattr(named.get(name), "ndim", 0)]
 
     def _join(self, value: Any, rule: str) -> Any:
         if rule == "mean":
@@ -298,18 +297,15 @@ class Sequences(Direction):
             ValueError: what it is for other pieces is unknown.
         """
         now = self.division
-        is_there = torch.arange(now.piece * self.size, device=device) < now.length
-        is_padded = len(is_there) > now.length
+        is_there = torch.arange(now.piece * self.size, device=device)[None, None, None] < now.length
         if mask is None:
-            return is_there[None, None, None] if is_padded and not is_causal else None
+            return is_there if is_there.shape[-1] > now.length and not is_causal else None
         if mask.dim() != 4 or mask.shape[1:] != (1, 1, now.piece):
             raise ValueError(
                 f"{self.asked}: attn_mask of shape {tuple(mask.shape)} is not (batch, 1, 1, {now.piece}), of "
                 "the keys of a piece; use is_causal=True, or such a mask"
             )
         mask = self.gather(mask.flatten(1))[:, None, None]
-        if not is_padded:
-            return mask
         return mask & is_there if mask.dtype == torch.bool else mask.masked_fill(~is_there, float("-inf"))
 
     # Whether it is the same in pieces
@@ -379,7 +375,7 @@ class Sequences(Direction):
         ways = ["as it is"] if whole.shape == part.shape else []
         if whole.dim() == 0 and whole.is_floating_point():
             mean = ["mean"] if now.share is not None else []
-            ways = ["sum", *mean, *ways] if short.get(_COUNT) is not None else [*mean, "sum", *ways]
+            ways = ["sum", *mean, *ways] if short.get("num_items_in_batch") is not None else [*mean, "sum", *ways]
         elif whole.shape[1:2] == (now.length,) and part.shape == (whole.shape[0], now.piece, *whole.shape[2:]):
             mask, ways = short.get("attention_mask"), ["piece"]
             is_there = ... if mask is None or mask.shape != whole.shape[:2] else mask.bool()
