@@ -322,7 +322,7 @@ def test_an_object_that_takes_no_more_methods_is_told_which_it_lacks(make_args):
         device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
 
     with pytest.raises(
-        TypeError, match="Fixed lacks acts_on, accelerator, sizes, schedules_micro_batches, data, binds_optimizer, b"
+        TypeError, match="Fixed lacks acts_on, accelerator, sizes, schedules_micro_batches, data, binds_optimizer, c"
     ):
         Trainer(Classifier(), make_args(), strategy=Fixed())
 
