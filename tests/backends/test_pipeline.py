@@ -153,11 +153,11 @@ def test_a_run_of_stages_that_stopped_goes_on_to_the_same_bits(tmp_path):
 
 
 def ragged(folder, options):
-    """Train on rows of two lengths, so that micro-batches of a step have other shapes."""
-    data = [{"input_ids": torch.arange(n) % 24, "labels": torch.arange(n) % 24} for n in (4, 4, 6, 6, 4, 4) * 2]
-    options = {"max_steps": 2, "gradient_accumulation_steps": 3, "report_to": "none", "use_cpu": True} | options
+    """Train on rows of two lengths, so that micro-batches of a step have other shapes, and other ones on each shard."""
+    data = [{"input_ids": torch.arange(n) % 24, "labels": torch.arange(n) % 24} for n in (4, 4, 6, 4, 4, 4, 6, 6) * 2]
+    options = {"max_steps": 2, "report_to": "none", "use_cpu": True} | options
     order = {"train_sampling_strategy": "sequential", "save_strategy": "no", "disable_tqdm": True}
-    args = TrainingArguments(folder, logging_steps=1, per_device_train_batch_size=2, **order, **options)
+    args = TrainingArguments(folder, logging_steps=1, per_device_train_batch_size=1, **order, **options)
     trainer = Trainer(MODELS["llama"](), args, train_dataset=data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -167,9 +167,11 @@ def ragged(folder, options):
 
 @pytest.mark.slow
 @pytest.mark.row("numbers")
-def test_micro_batches_of_several_shapes_give_the_numbers_of_one_process(tmp_path):
-    alone = ragged(str(tmp_path / "alone"), {})
-    for losses in run_ranks(ragged, 2, str(tmp_path / "mesh"), {"parallelism_config": "pp=2"}, timeout_s=300):
+@pytest.mark.parametrize(("shards", "more"), [(1, {}), (2, SHARDED), (2, SHARDED | {"pp_schedule": "interleaved"})])
+def test_micro_batches_of_several_shapes_give_the_numbers_of_one_process(shards, more, tmp_path):
+    alone = ragged(str(tmp_path / "alone"), {"gradient_accumulation_steps": 8})
+    options = {"parallelism_config": f"pp=2,dp_shard={shards}", "gradient_accumulation_steps": 8 // shards, **more}
+    for losses in run_ranks(ragged, 2 * shards, str(tmp_path / "mesh"), options, timeout_s=60):
         assert losses == pytest.approx(alone, rel=2e-5)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -89,24 +89,29 @@ class Pipeline(Direction):
     def run(self, batches: list[Any], step: Step) -> list[torch.Tensor]:
         """Run forward and backward of micro-batches, and return their losses, on every process of the row.
 
-        Those of one shape that follow each other go through the stages together.
+        Those of one shape that follow each other go through the stages together. Processes that share a stage exchange
+        in its forwards, so they compute in the same order, also where some of them have other shapes.
         """
-        losses: list[torch.Tensor] = []
+        losses, shapes, number = list[torch.Tensor](), [_shape_of(batch.inputs) for batch in batches], len(batches)
+        begins = [int(shape != before) for before, shape in pairwise([None, *shapes])]
+        agreed = step.agree([*begins, *(int(shape not in self._forms) for shape in shapes)])
         self._step = step
         try:
-            for shape, group in _by_shape(batches):
-                self._batches = [batch._replace(inputs=step.inputs_of(batch.inputs)) for batch in group]
-                forms = self._forms_of(shape, self._batches[0].inputs)
+            for start, end in pairwise([*(at for at in range(number) if agreed[at]), number]):
+                given, shape = batches[start:end], shapes[start]
+                self._batches = [batch._replace(inputs=step.inputs_of(batch.inputs)) for batch in given]
+                if agreed[number + start]:
+                    self._forms[shape] = self._find_forms(self._batches[0].inputs)
                 self._losses: list[torch.Tensor] = []
-                numbers = torch.arange(len(group))
+                numbers = torch.arange(end - start)
                 first = (numbers,) if 0 in self.stages.own else ()
                 target = {"target": numbers} if self.is_last else {}
-                schedule = self._schedule((shape, len(group)), forms, len(group))
+                schedule = self._schedule((shape, end - start), self._forms[shape], end - start)
                 schedule.step(*first, number=numbers, return_outputs=False, **target)
                 losses += self._losses
         finally:
             self._batches, self._received, self._loss = [], None, None
-        return self._known_to_all(losses, len(batches))
+        return self._known_to_all(losses, number)
 
     def take_loss(self, loss: torch.Tensor) -> None:
         """Keep a loss for the schedule, which runs its backward when it is its turn."""
@@ -180,20 +185,18 @@ class Pipeline(Direction):
             return self._kind if number % max(1, number // self.size) == 0 else ScheduleLoopedBFS
         return self._kind if number >= self.size else ScheduleGPipe
 
-    def _forms_of(self, shape: Any, inputs: Mapping[str, Any]) -> dict[int, tuple[Form, Form]]:
-        """Return what each stage of this process takes and gives for inputs of a shape: found by a forward, once."""
-        if shape not in self._forms:
-            model = self.stages.model
-            modes = [(module, module.training) for module in model.modules()]
-            devices = [self._step.device] if self._step.device.type != "cpu" else []
-            with torch.no_grad(), self._step.autocast(), torch.random.fork_rng(devices):
-                model.eval()
-                try:
-                    _, self._forms[shape] = self._in_turn(inputs, to_end=False)
-                finally:
-                    for module, was_training in modes:
-                        module.training = was_training
-        return self._forms[shape]
+    def _find_forms(self, inputs: Mapping[str, Any]) -> dict[int, tuple[Form, Form]]:
+        """Return what each stage of this process takes and gives for inputs of their shape, found by a forward."""
+        model = self.stages.model
+        modes = [(module, module.training) for module in model.modules()]
+        devices = [self._step.device] if self._step.device.type != "cpu" else []
+        with torch.no_grad(), self._step.autocast(), torch.random.fork_rng(devices):
+            model.eval()
+            try:
+                return self._in_turn(inputs, to_end=False)[1]
+            finally:
+                for module, was_training in modes:
+                    module.training = was_training
 
     # Without gradients
 
@@ -209,7 +212,7 @@ class Pipeline(Direction):
                 given = self.stages.run(index, inputs, hidden)
                 self._send(given, (self.row.rank + 1) % self.size)
                 forms[index] = (_form(hidden), _form(given))
-            if names not in self._checked:
+            if not to_end or names not in self._checked:  # a forward, so all that share the stage make it
                 self.stages.check(inputs, cast("torch.Tensor", given if hidden is None else hidden))
         self._checked.add(names)
         return outputs, forms
@@ -264,6 +267,7 @@ class Step:
         inputs_of: moves the inputs of a micro-batch to the device; `compute` gets it with these.
         autocast: the block around a forward.
         begins_backward: called when a stage begins the backward of a micro-batch.
+        agree: returns the largest of each of some numbers over the processes that share this stage. Waits for them.
     """
 
     device: torch.device
@@ -271,6 +275,7 @@ class Step:
     inputs_of: Callable[[Any], Any]
     autocast: Callable[[], AbstractContextManager[object]]
     begins_backward: Callable[[], None]
+    agree: Callable[[list[int]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -310,9 +315,3 @@ def _shape_of(inputs: Any) -> tuple[Any, ...]:
             f"pp_size: a micro-batch is a mapping of the model's inputs, by name, not a {type(inputs).__name__}"
         )
     return tuple((name, _form(value)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-
-
-def _by_shape(batches: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield micro-batches of one shape that follow each other, with the shape."""
-    for shape, group in groupby(batches, key=lambda batch: _shape_of(batch.inputs)):
-        yield shape, list(group)

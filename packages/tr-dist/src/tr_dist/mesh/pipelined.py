@@ -117,7 +117,10 @@ class PipelinedMesh(Mesh):
             if left == 0:
                 inner.set_requires_gradient_sync(True)
 
-        step = Step(self.device, compute, inputs_of, self.autocast, begins_backward)
+        def agree(numbers: list[int]) -> list[int]:
+            return self._data.all_reduce_max(numbers)()
+
+        step = Step(self.device, compute, inputs_of, self.autocast, begins_backward, agree)
         losses = self._pipeline.run(given, step)
         self._check_gradients(self.unwrap(model))
         for parameter in self._shared:

@@ -238,7 +238,7 @@ class Stages:
         self._ends_early = stage != self.last
         swapped = self._after if self._ends_early and self.last in self.own else {}
         for name in swapped:
-            _replace(self.model, name)
+            _replace(self.model, name, keeps=True)
         try:
             yield
         finally:
@@ -306,6 +306,7 @@ class Stages:
         probe = Elsewhere(nn.Identity())
         probe.register_forward_hook(lambda module, inputs, output: left.append(output))
         afterwards = {name: model.get_submodule(name) for name in self.cut.after}
+        probe.kept = nn.ModuleList(afterwards.values())  # see `_replace`
         for name in afterwards:
             model.set_submodule(name, probe)
         self._is_within = True
@@ -333,5 +334,9 @@ class Stages:
         raise ValueError(f"pp_size: none of {self.cut.before} is an Embedding, whose size hidden states would have")
 
 
-def _replace(model: nn.Module, name: str) -> None:
-    model.set_submodule(name, Elsewhere(model.get_submodule(name)))
+def _replace(model: nn.Module, name: str, *, keeps: bool = False) -> None:
+    module = model.get_submodule(name)
+    elsewhere = Elsewhere(module)
+    if keeps:  # fully_shard finds the units of a model in its first forward
+        elsewhere.kept = module
+    model.set_submodule(name, elsewhere)
