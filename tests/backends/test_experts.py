@@ -162,6 +162,11 @@ MESHES = {
     "ep 2, sp 2, replicas 2": mesh(4, "ep=2,sp=2"),
     "ep 2, sp 2, shards 2": mesh(4, "ep=2,sp=2,dp_shard=2", **SHARDED),
     "ep 4, sp 2, replicas 2": mesh(4, "ep=4,sp=2"),
+    "ep 2, pp 2": (4, {"parallelism_config": "ep=2,pp=2", "per_device_train_batch_size": 2}),
+    "ep 2, pp 2, shards 2": (
+        4,
+        {"parallelism_config": "ep=2,pp=2,dp_shard=2", "per_device_train_batch_size": 2, **SHARDED},
+    ),
     "tp 2": mesh(2, "tp=2"),
     "tp 2, shards 2": mesh(4, "tp=2,dp_shard=2", **SHARDED),
 }
@@ -199,10 +204,10 @@ def in_the_night(first, *others):
             (name, form)
             for name in ("qwen", "mixtral", "plain")
             for form in MESHES
-            if "tp" not in form and "sp" not in form
+            if "tp" not in form and "sp" not in form and "pp" not in form
         ),
         *((name, form) for name in ("qwen", "mixtral") for form in MESHES if "tp" in form),
-        *(("qwen", form) for form in MESHES if "sp" in form),
+        *(("qwen", form) for form in MESHES if "sp" in form or "pp" in form),
     ),
 )
 def test_experts_that_are_shared_out_give_the_numbers_of_one_process(name, form, tmp_path):

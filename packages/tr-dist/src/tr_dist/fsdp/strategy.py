@@ -147,9 +147,10 @@ class FSDP(OnRanks):
             "mp_policy": self._policy(),
             "offload_policy": self._offload(),
         }
-        apart = self._apart()
-        within = {id(module) for outer, _ in apart for module in outer.modules()}
-        units = [unit for unit in units if id(unit) not in within]
+        held = {id(module) for module in model.modules()}  # a stage of layers has lost the others
+        apart = [(module, mesh) for module, mesh in self._apart() if id(module) in held]
+        held -= {id(module) for outer, _ in apart for module in outer.modules()}
+        units = [unit for unit in units if id(unit) in held]
         for module, mesh in (*apart, *((module, self.mesh) for module in (*units, model))):
             fully_shard(module, mesh=mesh, **options)
             if not sharding.reshards_after_forward:

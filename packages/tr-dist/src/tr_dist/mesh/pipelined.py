@@ -58,9 +58,9 @@ class PipelinedMesh(Mesh):
                 raise ValueError(f"{name} is not done with pp_size; leave it out")
         if args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT":
             raise ValueError("fsdp_config: state_dict_type='FULL_STATE_DICT' is not done with pp_size; leave it out")
-        if wrong := [name for name in ("sp_size", "ep_size") if sizes_of(args).get(name, 1) > 1]:
+        if sizes_of(args).get("sp_size", 1) > 1:
             raise ValueError(
-                f"{wrong[0]} is not done with pp_size; use tp_size, dp_shard_size or dp_replicate_size with it"
+                "sp_size is not done with pp_size; use tp_size, ep_size, dp_shard_size or dp_replicate_size"
             )
         pipeline = Pipeline(sizes_of(args)["pp_size"], args.pp_split, args.pp_schedule)
         return [*super().directions_of(args), pipeline]  # last: plans of the others name modules of the whole model
@@ -146,6 +146,14 @@ class PipelinedMesh(Mesh):
             ValueError: they have not.
         """
         OptimizerOfStages(self._stages, optimizer).numbers()
+
+    def window_metrics(self) -> dict[str, torch.Tensor]:
+        """Return the largest of what the stages measured, on every rank. Collective. Sync: once a log."""
+        found = dict[str, torch.Tensor]()
+        for own in self._pipeline.row.gather_objects({name: float(v) for name, v in super().window_metrics().items()}):
+            for name, value in own.items():
+                found[name] = torch.tensor(value).maximum(found.get(name, torch.tensor(value)))
+        return found
 
     def state_parts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Return the parts of a checkpoint, by name: `model`, and `optimizer` if given, of all stages."""

@@ -93,6 +93,11 @@ def cut_of(model: nn.Module) -> Cut:
             "{'words': (['input_ids'], ['inputs_embeds']), 'layers': (['inputs_embeds'], ['hidden']), "
             "'head': (['hidden', 'labels'], ['logits'])}, and a forward that takes inputs_embeds in place of input_ids"
         )
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if getattr(config, name, False):
+            raise ValueError(
+                f"pp_size: {name}=True asks for what all layers give, and a stage has some; set it to False"
+            )
     parameters = inspect.signature(base.forward).parameters
     if _HIDDEN not in parameters:
         raise ValueError(f"pp_size needs a forward that takes {_HIDDEN}, and that of {type(base).__name__} does not")
