@@ -225,6 +225,7 @@ def test_experts_that_are_shared_out_give_the_numbers_of_one_process(name, form,
         ("ep 2", "alone", "ep 2 of units"),
         ("ep 2", "alone", "ep 4"),
         ("ep 2, shards 4", "ep 2, tp 2", "alone"),
+        ("ep 2, pp 2", "ep 2", "ep 2, pp 2, shards 2"),
         ("tp 2, shards 2", "ep 4, replicas 2, shards 2", "ep 2, replicas 2, shards 2"),
     ),
 )

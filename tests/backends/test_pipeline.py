@@ -1,14 +1,17 @@
 """Stages of layers on a row of processes: the numbers of one process by every schedule, on every mesh."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_mesh import ALONE, HEADS, SHARDED, SMALL, assert_close, in_the_night, rows, train_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tr_core import Trainer, TrainingArguments
@@ -183,6 +186,9 @@ def test_micro_batches_of_several_shapes_give_the_numbers_of_one_process(shards,
         pytest.param({"gradient_checkpointing": True}, 2e-5, marks=pytest.mark.row("recompute"), id="recomputed"),
         pytest.param({"label_smoothing_factor": 0.1}, 2e-5, id="smoothed labels"),
         pytest.param({"on_nonfinite": "skip"}, 2e-5, id="guard"),
+        pytest.param({"neftune_noise_alpha": 5.0}, 2e-5, id="noise"),
+        pytest.param({"load_best_model_at_end": True}, 2e-5, id="best weights"),
+        pytest.param({"average_tokens_across_devices": False}, 2e-5, id="own tokens"),
         pytest.param({"optim": "sgd"}, 2e-5, marks=pytest.mark.row("optim sgd"), id="sgd"),
         pytest.param({"optim": "adafactor"}, 2e-5, marks=pytest.mark.row("optim adafactor"), id="adafactor"),
     ],
@@ -232,7 +238,9 @@ def refused(folder, kind, options):
     """Return the words with which a run is refused."""
     try:
         args = TrainingArguments(folder, max_steps=1, use_cpu=True, **QUIET, **options)
-        (OwnStep if kind == "step" else Trainer)(MODELS["llama"](), args, train_dataset=rows(8)).train()
+        model = MODELS["llama"]()
+        model.config.output_router_logits = kind == "routes"
+        (OwnStep if kind == "step" else Trainer)(model, args, train_dataset=rows(8)).train()
     except (ValueError, RuntimeError) as error:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -253,6 +261,7 @@ def refused(folder, kind, options):
             "consumes gradients in the backward pass, and with pp_size a schedule runs the backward passes",
         ),
         ("", {"pp_split": ["layers.7"]}, "pp_split names layers.7"),
+        ("routes", {}, "output_router_logits=True asks for what all layers give"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(kind, options, said, tmp_path):
@@ -332,3 +341,34 @@ def test_batches_are_prepared_once_and_logs_and_rates_are_of_the_whole_model_and
         assert found[0] == pytest.approx(losses, rel=2e-5)
         assert found[1:3] == (prepared, sizes)
         assert found[3] == pytest.approx([rates[0], 4 * rates[1]] * 3)  # the peak is that of four devices
+
+
+def exchanged(folder, steps):
+    """Return how often each exchange was made in a run of so many steps, and the bytes passed to each neighbour."""
+    passed, usual = Counter[tuple[str, int]](), dist.P2POp.__init__
+
+    def plan(op, kind, tensor, *given, **named):
+        usual(op, kind, tensor, *given, **named)
+        passed[kind.__name__, op.group_peer] += tensor.nbytes
+
+    options = {"use_cpu": True, "save_strategy": "no", "parallelism_config": "pp=2", **QUIET}
+    args = TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=5, **options
+    )
+    trainer = Trainer(MODELS["llama"](), args, train_dataset=rows(10 * 8))
+    with mock.patch.object(dist.P2POp, "__init__", plan), profile(activities=[ProfilerActivity.CPU]) as seen:
+        trainer.train()
+    trainer.strategy.close()
+    return Counter(event.name for event in seen.events() if event.name.startswith("c10d::")), passed
+
+
+@pytest.mark.slow
+def test_a_step_exchanges_the_calls_and_bytes_of_the_formula(tmp_path):
+    ranks = [run_ranks(exchanged, 2, str(tmp_path / str(steps)), steps, timeout_s=300) for steps in (4, 8)]
+    hidden_bytes = 2 * 6 * 16 * 4
+    for place, (shorter, longer) in enumerate(zip(*ranks, strict=True)):
+        more = {name: (longer[0][name] - shorter[0][name]) / 4 for name in longer[0]}
+        # Hidden states of five micro-batches and their gradients, losses, and the norm.
+        expected = {"c10d::send": 5, "c10d::recv_": 5, "c10d::broadcast_": 1, "c10d::allreduce_": 1}
+        assert {name: number for name, number in more.items() if number} == expected
+        assert longer[1] == {(kind, 1 - place): 8 * 5 * hidden_bytes for kind in ("isend", "irecv")}

@@ -123,7 +123,7 @@ def candidates(devices: int, per_machine: int, *, long: bool, experts: bool) -> 
         if devices % (together := pp * tp * sp) == 0
         for shards in range(1, devices // together + 1)
         if devices // together % shards == 0
-        for ep in (sizes(shards) if experts and pp == 1 else [1])
+        for ep in (sizes(shards) if experts else [1])
     ]
 
     def exchanges(plan: Plan) -> tuple[int, ...]:
