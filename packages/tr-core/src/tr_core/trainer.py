@@ -230,6 +230,8 @@ class Trainer(TransformersAttributes):
     _found_at: Mapping[str, str] = {}  # in a resume: what the folder that an override gets is read from
     current_run: Run | None = None
     whole: ModelFacts | None = None
+    _names_of_whole: Mapping[str, bool] | None = None
+    _decayed_of_whole: frozenset[str] = frozenset()
     _asked: AskedBatches | None = None  # the batches of the step whose count is asked for
     _has_run_due = False
 
@@ -364,7 +366,10 @@ class Trainer(TransformersAttributes):
                 apply_liger_kernel(self.model, self.args.liger_kernel_config)
             if not self._is_prepared and self.overrides("_move_model_to_device") and self.place_model_on_device:
                 self._move_model_to_device(self.model, self.strategy.device)
-            self.whole = look_at(self.model) if self.strategy.schedules_micro_batches else None
+            if self.strategy.schedules_micro_batches and not self._is_prepared:
+                self.whole = look_at(self.model)
+                self._names_of_whole = {name: p.requires_grad for name, p in self.model.named_parameters()}
+                self._decayed_of_whole = frozenset(self.get_decay_parameter_names(self.model))
             self.model_wrapped = self.strategy.prepare(self.model)
             now = self._structure()
         self._prepared = now
@@ -1591,7 +1596,8 @@ class Trainer(TransformersAttributes):
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
             rules = read_rules(self.args.parameter_rules, options.get("lr", self.args.learning_rate))
             decayed = self.get_decay_parameter_names(model)
-            groups = parameter_groups(model, self.args.weight_decay, decayed, rules)
+            decayed, names = self._decayed_of_whole.union(decayed), self._names_of_whole
+            groups = parameter_groups(model, self.args.weight_decay, decayed, rules, names)
             with self.chosen.building():
                 self.optimizer = build_optimizer(kind, options, groups, rules)
             self.chosen.note_optimizer(self.optimizer, model, self.args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -37,12 +37,24 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, decayed: list[str] | None = None, rules: Sequence[Rule] = ()
+    model: nn.Module,
+    weight_decay: float,
+    decayed: Collection[str] | None = None,
+    rules: Sequence[Rule] = (),
+    names: Mapping[str, bool] | None = None,
 ) -> Groups:
     """Divide the trainable parameters into groups, by weight decay and by their rules.
 
     Frozen parameters are excluded. The first two groups, of parameters without a rule, always exist, though one may be
     empty. So saved optimizer states keep their shape.
+
+    Args:
+        model: its parameters.
+        weight_decay: of those without a rule.
+        decayed: names of those that it applies to; None for those of `decay_parameter_names`.
+        rules: for some of them.
+        names: of the whole model's parameters, and whether each is trained, where this process has some of them alone:
+            there are the groups of the whole, and some may be empty.
 
     Raises:
         ValueError: nothing is trainable, or a rule matches nothing.
@@ -55,7 +67,7 @@ def parameter_groups(
             f"none of the {total} parameters of {type(model).__name__} is trainable; set requires_grad where "
             "training is to change something"
         )
-    rule_of = assign(model, rules)
+    rule_of = assign(model, rules, names)
 
     def members(rule: Rule | None, decays: bool) -> list[nn.Parameter]:
         return [p for n, p in trainable.items() if rule_of.get(n) is rule and (n in decay_names) == decays]
@@ -65,7 +77,8 @@ def parameter_groups(
         {"params": members(None, False), "weight_decay": 0.0},
     ]
     for rule in rules:
-        groups += groups_of(rule, members(rule, True), members(rule, False), weight_decay)
+        exist = [any(rule_of[n] is rule and (n in decay_names) == decays for n in rule_of) for decays in (True, False)]
+        groups += groups_of(rule, members(rule, True), members(rule, False), weight_decay, exist)
     return groups
 
 

@@ -70,13 +70,15 @@ def read_rules(given: Sequence[Mapping[str, Any]] | None, learning_rate: float) 
     return rules
 
 
-def assign(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Rule]:
+def assign(model: nn.Module, rules: Iterable[Rule], names: Mapping[str, bool] | None = None) -> dict[str, Rule]:
     """Return the rule of each trainable parameter that has one, by the parameter's name.
+
+    `names` are those of a whole model of which `model` is a part, and whether each is trained.
 
     Raises:
         ValueError: a pattern matches nothing, or a rule has no parameter left; the message says why.
     """
-    names = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    names = names or {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     rule_of: dict[str, Rule] = {}
     for rule in rules:
         matched: set[str] = set()
@@ -94,15 +96,21 @@ def assign(model: nn.Module, rules: Iterable[Rule]) -> dict[str, Rule]:
     return rule_of
 
 
-def groups_of(rule: Rule, decayed: list[nn.Parameter], others: list[nn.Parameter], weight_decay: float) -> Groups:
-    """Return the parameter groups of a rule, without empty ones."""
+def groups_of(
+    rule: Rule,
+    decayed: list[nn.Parameter],
+    others: list[nn.Parameter],
+    weight_decay: float,
+    exist: Sequence[bool],
+) -> Groups:
+    """Return the parameter groups of a rule; `exist` says which of those with decay and without the whole model has."""
     own = {**rule.options, RULE: rule.name}
     if rule.learning_rate is not None:
         own["lr"] = rule.learning_rate
     if rule.weight_decay is not None:
         return [{"params": [*decayed, *others], "weight_decay": rule.weight_decay, **own}]
-    pairs = ((decayed, weight_decay), (others, 0.0))
-    return [{"params": members, "weight_decay": decay, **own} for members, decay in pairs if members]
+    pairs = zip((decayed, others), (weight_decay, 0.0), exist, strict=True)
+    return [{"params": members, "weight_decay": decay, **own} for members, decay, is_there in pairs if is_there]
 
 
 def check_applied(optimizer: torch.optim.Optimizer, rules: Sequence[Rule]) -> None:
