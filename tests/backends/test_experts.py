@@ -292,6 +292,24 @@ def test_the_load_of_experts_is_that_over_all_ranks(tmp_path):
     assert logged == other == pytest.approx(counted)
 
 
+def load_of_qwen(folder, options):
+    """Return `expert_load_max` of the first step of a model of transformers."""
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "log_level": "error", "save_strategy": "no"}
+    args = TrainingArguments(folder, max_steps=1, logging_steps=1, **quiet, **options)
+    trainer = Trainer(qwen(), args, train_dataset=rows(4), data_collator=collate)
+    trainer.train()
+    trainer.strategy.close()
+    return trainer.state.log_history[0]["expert_load_max"]
+
+
+@pytest.mark.slow
+@row("numbers")
+def test_the_load_of_experts_is_that_of_the_layers_of_all_stages(tmp_path):
+    (expected, _) = run_ranks(load_of_qwen, 2, str(tmp_path / "whole"), MESHES["ep 2"][1], timeout_s=300)
+    found = run_ranks(load_of_qwen, 4, str(tmp_path / "stages"), MESHES["ep 2, pp 2"][1], timeout_s=300)
+    assert found == [pytest.approx(expected)] * 4
+
+
 def exchanged(options):
     """Return the bytes that a forward and backward of one layer brings to this process, and its number of calls."""
     args = TrainingArguments(
