@@ -2,12 +2,14 @@
 
 import os
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from stop_at import StopAt
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tr_core import Trainer, TrainingArguments
@@ -68,6 +70,18 @@ def qwen():
 
 
 MODELS = {"plain": Plain, "llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "qwen": qwen}
+PLANS = {"plain": PLAN}
+
+
+def in_parts(name):
+    """Return a model's plan with a head whose logits are not gathered for the loss."""
+    model = MODELS[name]()
+    plan = PLAN if name == "plain" else model.tp_plan
+    return plan | {next(key for key in plan if "head" in key): "colwise_loss_parallel"}
+
+
+for each in ("plain", "llama", "tied"):
+    MODELS[f"{each}, loss in parts"], PLANS[f"{each}, loss in parts"] = MODELS[each], in_parts(each)
 
 
 def rows(number):
@@ -80,7 +94,7 @@ def rows(number):
 
 
 def train(folder, name, options, *arguments):
-    plan = {"tp_plan": PLAN} if name == "plain" and "parallelism_config" in options else {}
+    plan = {"tp_plan": PLANS[name]} if name in PLANS and "parallelism_config" in options else {}
     return train_model(folder, MODELS[name](), options | plan, *arguments)
 
 
@@ -150,6 +164,7 @@ def in_the_night(first, *others):
     in_the_night(
         ("qwen", "tp 2, shards 2"),
         *((name, "tp 2") for name in MODELS),
+        ("tied, loss in parts", "tp 2, shards 2"),
         *((name, form) for name in ("llama", "tied") for form in ("tp 2, replicas 2", "tp 2, shards 2")),
         ("qwen", "tp 2, replicas 2"),
     ),
@@ -285,6 +300,57 @@ DIVIDED_BEFORE = [
 def test_a_model_that_was_loaded_in_parts_is_refused_by_every_strategy(tmp_path):
     llama().save_pretrained(tmp_path)
     run_ranks(build_with_divided, 2, str(tmp_path), DIVIDED_BEFORE, timeout_s=300)
+
+
+class Exchanges(TorchDispatchMode):
+    """Takes down what processes of a sample exchange: the name, and the shape that each gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        library, name = func.name().split("::")
+        if (library, name) == ("c10d", "allreduce_") or (library == "_c10d_functional" and name in NAMES):
+            self.found[NAMES.get(name, "sum"), tuple(torch.utils._pytree.tree_leaves(args[0])[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NAMES = {"all_reduce": "sum", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
+
+
+def exchange(folder, name):
+    """Return what forward and backward exchange, and what the logits are in training and not."""
+    args = TrainingArguments(folder, use_cpu=True, report_to="none", parallelism_config="tp=2", tp_plan=PLANS.get(name))
+    trainer = Trainer(MODELS[name](), args, train_dataset=rows(4))
+    model, words = trainer.prepare().eval(), torch.zeros(3, 5, dtype=torch.long)
+    with Exchanges() as forward:
+        output = model(input_ids=words, labels=words)
+    with Exchanges() as backward:
+        trainer.strategy.backward(output["loss"])
+    if "loss in parts" in name:
+        with pytest.raises(AttributeError, match="are not gathered in training where the model computes the loss"):
+            output["logits"].argmax(-1)
+        with pytest.raises(TypeError, match="are not gathered in training"):
+            torch.argmax(output["logits"], -1)
+        with torch.no_grad():
+            output = model(input_ids=words, labels=words)
+    logits = output["logits"].detach()
+    trainer.strategy.close()
+    return forward.found, backward.found, logits
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("plain", marks=pytest.mark.slow)])
+def test_a_step_exchanges_what_the_page_says(name, tmp_path):
+    layers, size, pairs, inputs = (2, 8, 1, 1) if name == "plain" else (2, 16, 2, 5)
+    whole, parts = (
+        run_ranks(exchange, 2, str(tmp_path), kind, timeout_s=300)[0] for kind in (name, f"{name}, loss in parts")
+    )
+    sums = {("sum", (3, 5, size)): layers * pairs + 1}
+    assert whole[0] == {**sums, ("gather", (3, 5, 12)): 1}
+    assert parts[0] == {**sums, ("sum", (15,)): 1, ("sum", (2, 15)): 1}
+    assert whole[1] == parts[1] == {("sum", (3, 5, size)): layers * inputs + 1}
+    torch.testing.assert_close(parts[2], whole[2])
 
 
 def write_page(folder):

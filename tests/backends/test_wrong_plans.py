@@ -71,6 +71,11 @@ WRONG = {
     ),
     "pieces twice": (4, {SIZES: "cp=2,sp=2"}, "cp_size=2 is not done with pp_size, nor cp_size with sp_size"),
     "pieces of stages": (4, {SIZES: "cp=2,pp=2"}, "cp_size=2 is not done with pp_size"),
+    "a loss in parts of pieces": (
+        4,
+        {SIZES: "tp=2,sp=2", "tp_plan": {"lm_head": "colwise_loss_parallel"}},
+        "'colwise_loss_parallel' is not done with sp_size or cp_size; use 'colwise_gather_output'",
+    ),
     "a mistyped name": (2, {SIZES: "tpp=2"}, "unknown key tpp_size; did you mean tp_size?"),
     "a size of zero": (2, {SIZES: "tp=0"}, "needs a number of processes, from 1"),
     "split batches": (2, {SIZES: "tp=2", "accelerator_config": {"split_batches": True}}, "give a replica's"),

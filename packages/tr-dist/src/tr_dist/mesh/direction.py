@@ -79,6 +79,19 @@ class Direction:
         """Undo what outlives the model."""
 
 
+class NotGathered:
+    """Stands for an output of which each process has a part; to read it is an error, which says `why`."""
+
+    why: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self.why)
+
+    @classmethod
+    def __torch_function__(cls, *arguments: Any) -> Any:
+        raise TypeError(cls.why)
+
+
 def sizes_that_divide(*numbers: int) -> str:
     """Return the sizes above 1 that divide each of some numbers, as text."""
     common = math.gcd(*numbers)

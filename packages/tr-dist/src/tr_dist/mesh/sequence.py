@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tr_dist.mesh.attention import AttentionOfTorch, AttentionOfTransformers, Exchange
 from tr_dist.mesh.data_ranks import DataRanks
-from tr_dist.mesh.direction import Direction, sizes_that_divide
+from tr_dist.mesh.direction import Direction, NotGathered, sizes_that_divide
 from tr_dist.mesh.tensor import HEADS
 
 _IGNORED = -100
@@ -63,20 +63,13 @@ class Division:
     share: torch.Tensor | None
 
 
-class InPieces:
+class InPieces(NotGathered):
     """Stands for outputs in training, of which each process has a piece, while the model computes the loss."""
 
-    _WHY = (
+    why = (
         "outputs of a model whose sequences are divided are not gathered in training where the model "
         "computes the loss from labels; call it without labels, as compute_loss_func does, and they are whole"
     )
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(self._WHY)
-
-    @classmethod
-    def __torch_function__(cls, *arguments: Any) -> Any:
-        raise TypeError(cls._WHY)
 
 
 class Sequences(Direction):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 from tr_dist.base import some_of
 from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, matching, sizes_that_divide
+from tr_dist.mesh.divided_loss import CrossEntropyOfParts, LogitsInParts, whole
 from tr_dist.mesh.experts import share_out
 
 
@@ -44,6 +47,7 @@ _STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
     "rowwise": (RowwiseParallel(), (nn.Linear,), "in_features"),
     "rowwise_split_input": (RowwiseParallel(input_layouts=Replicate()), (nn.Linear,), "in_features"),
     "colwise_gather_output": (ColwiseParallel(output_layouts=Replicate()), (nn.Linear,), "out_features"),
+    "colwise_loss_parallel": (ColwiseParallel(use_local_output=False), (nn.Linear,), "out_features"),
     "embedding_rowwise": (RowwiseParallel(input_layouts=Replicate()), (nn.Embedding,), "num_embeddings"),
     "embedding_colwise": (ColwiseParallel(output_layouts=Replicate()), (nn.Embedding,), "embedding_dim"),
     "moe_tp_experts": (WithOwnExperts(), (nn.Module,), ""),
@@ -71,14 +75,39 @@ class Tensor(Direction):
     def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
         """Take the number of processes; see `Direction.join`."""
         self._started = ranks.numel()
+        self._others = [name for name, place in (("pp_size", 0), ("sp_size or cp_size", 3)) if ranks.shape[place] > 1]
 
     def check(self, model: nn.Module) -> None:
         """Check the plan and the sizes; see `Direction.check`."""
-        check_sizes(model, self._styles(model), self.size, self._started)
+        styles = self._styles(model)
+        check_sizes(model, styles, self.size, self._started)
+        if self._others and "colwise_loss_parallel" in styles.values():
+            raise ValueError(
+                f"tp_plan: 'colwise_loss_parallel' is not done with {self._others[0]}; use 'colwise_gather_output'"
+            )
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the modules of the plan; see `Direction.divide`."""
-        divide(model, self._styles(model), mesh["tp"])
+        styles = self._styles(model)
+        self._has_parts = "colwise_loss_parallel" in styles.values()
+        divide(model, styles, mesh["tp"])
+
+    def finish(self, model: nn.Module) -> None:
+        """Have the model compute its loss from logits in parts, if the plan says so, around all that FSDP does."""
+        if self._has_parts:
+            around, losses = ExitStack(), CrossEntropyOfParts()
+
+            def begin(model: nn.Module, inputs: Any) -> None:
+                losses.computed = False
+                around.enter_context(losses)
+
+            def join(model: nn.Module, inputs: Any, output: Any) -> Any:
+                around.close()
+                keeps_parts = losses.computed and torch.is_grad_enabled()
+                return tree_map_only(DTensor, lambda part: LogitsInParts() if keeps_parts else whole(part), output)
+
+            model.register_forward_pre_hook(begin)
+            model.register_forward_hook(join, always_call=True)
 
     def _styles(self, model: nn.Module) -> dict[str, str]:
         styles = plan_of(model, self._plan)
