@@ -48,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         shares, place, is_here = ctx.saved_tensors
         gradient = shares.scatter_add(-1, place, -is_here.unsqueeze(-1).to(shares.dtype))
         return gradient * gradients[0].unsqueeze(-1), None, None, None
