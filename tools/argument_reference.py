@@ -50,7 +50,7 @@ TRIED = {
     "fsdp_config": [{"min_num_params": 1}, {"min_num_params": 1, "transformer_layer_cls_to_wrap": ["Block"]}],
     "parallelism_config": [{"dp_shard_size": 2}, {"tp_size": 2}], "tp_plan": [{"up": "colwise"}],
     "ep_plan": [{"experts": "experts"}], "pp_split": [["layers.1"]], "pp_schedule": ["gpipe"],
-    "elastic": ["bitwise"], "virtual_shards": [3], "step_compile": ["graph"], "overfit_batches": [2],
+    "elastic": ["bitwise"], "on_spike": ["rewind"], "on_nonfinite": ["skip"], "virtual_shards": [3], "step_compile": ["graph"], "overfit_batches": [2],
     "neftune_length": ["padded"], "ema_start_step": [1],
     "ema_update_steps": [2], "dataloader_prefetch_factor": [2], "dataloader_multiprocessing_context": ["spawn"],
     "label_smoothing_factor": [0.1],

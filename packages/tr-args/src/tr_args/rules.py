@@ -149,6 +149,16 @@ def _parallelism(args: AllFields) -> Iterator[Rule]:
         yield ("parallelism_config", "fsdp"), "divides a model by dp_shard_size; set fsdp='full_shard auto_wrap' too"
 
 
+def _rewind(args: AllFields) -> Iterator[Rule]:
+    if args.on_spike is None:
+        return
+    if args.on_nonfinite != "log":
+        yield ("on_spike", "on_nonfinite"), "leaves out steps that are not finite by itself; leave on_nonfinite out"
+    others = ("fp16", "deepspeed", "auto_find_batch_size", "step_compile")
+    if refused := [name for name in others if getattr(args, name) not in (None, False, "off")]:
+        yield ("on_spike", *refused), "cannot go back there; leave the others out"
+
+
 def _elastic(args: AllFields) -> Iterator[Rule]:
     shards = args.virtual_shards
     if args.elastic is None:
@@ -191,6 +201,7 @@ _RULES: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (
     _sharding,
     _parallelism,
     _elastic,
+    _rewind,
     _plans,
 )
 _RULES_OF_EFFECT: tuple[Callable[[AllFields], Iterator[Rule]], ...] = (_loading, _average, _noise, _sharding_options)

@@ -87,6 +87,7 @@ class LogWindow:
         first_tokens: input tokens seen when this call of `train` began.
         start_s: `time.perf_counter()` when this call of `train` began.
         logged_loss: sum of the losses of the steps of this call that were logged.
+        logged_skips: number of updates that were skipped in them.
     """
 
     def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None, *, shards: int = 0) -> None:
@@ -104,7 +105,7 @@ class LogWindow:
         self.step = self.last_logged_step = self.first_step = self.first_tokens = 0
         self.of_all_ranks: list[RankWindow] = []
         self.start_s = time.perf_counter()
-        self.logged_loss, self._logged_skips, self._overflows = 0.0, 0, 0
+        self.logged_loss, self.logged_skips, self._overflows = 0.0, 0, 0
         self.clock = active_clock() or PhaseClock(COMPUTE)
         self.throughput = Throughput(self.clock)
 
@@ -195,7 +196,7 @@ class LogWindow:
             metrics=weighted_means([window["metrics"] for window in windows]),
         )
         self.logged_loss += closed.loss
-        self._logged_skips += closed.skipped
+        self.logged_skips += closed.skipped
         applied = max(closed.nonfinite - closed.skipped, 0)
         counts = {"skipped": closed.skipped, "overflowed": self._overflows, "nonfinite": applied}
         self.clock.updates = {name: number for name, number in counts.items() if number}
@@ -222,7 +223,7 @@ class LogWindow:
 
     def mean_loss(self, steps: int) -> float:
         """Return the mean loss of this call's applied and logged steps, out of `steps`."""
-        applied = steps - self._logged_skips
+        applied = steps - self.logged_skips
         return self.logged_loss / applied if applied else math.nan
 
     def load(self, windows: Sequence[RankWindow], rank: int, world_size: int) -> None:
@@ -236,7 +237,7 @@ class LogWindow:
         self.means.load(own["metrics"])
         # Steps of an earlier call count for the next log, but not for the mean loss of this call.
         self.logged_loss = -sum(window["loss"] for window in windows) / len(windows)
-        self._logged_skips = -own["skipped"]
+        self.logged_skips = -own["skipped"]
 
     def _as_saved(self, number: float) -> torch.Tensor:
         is_single = torch.full((), number, dtype=self._zero.dtype).item() == number

@@ -120,6 +120,8 @@ def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 def what_is_due(run: Run) -> Callable[[Run], None]:
     """Return what runs what is due after a step: `log_evaluate_save`, or an override."""
+    if run.recovery is not None:
+        return run.recovery.after_step(run.after_step)
     return run.after_step or log_evaluate_save
 
 
@@ -210,7 +212,11 @@ def iterate_steps(run: Run, epoch: int, position: int) -> Iterator[StepData]:
             size = len(loaded)
         if take is None and count_targets is not None and loaded is not None:
             num_items = count_targets(loaded)
-        yield StepData(islice(batches, size) if loaded is None else iter(loaded), size, num_items)
+        if run.recovery is not None and run.recovery.leaves_out_step():
+            for batch in islice(batches, size) if loaded is None else loaded:
+                run.position.samples = batch.end
+        else:
+            yield StepData(islice(batches, size) if loaded is None else iter(loaded), size, num_items)
         if remaining is not None:
             remaining -= size // shards
 

@@ -51,6 +51,8 @@ class Run:
         follows_metric: whether an evaluation steps the schedule, with its metric.
         ignore_keys: outputs of the model that evaluations skip.
         found_size: samples of a micro-batch on a device that `auto_find_batch_size` found to fit; None without one.
+        recovery: goes back before steps that spoil the run, with `on_spike`.
+        restored_recovery: its state in the checkpoint that was restored.
         has_saved: whether this call began to save a checkpoint.
         counts_operations: whether the operations of the next micro-batch are to be counted.
     """
@@ -77,6 +79,8 @@ class Run:
     follows_metric: bool = False
     ignore_keys: list[str] | None = None
     found_size: int | None = None
+    recovery: Any = None
+    restored_recovery: Any = None
     has_saved: bool = False
     counts_operations: bool = False
 
@@ -306,6 +310,7 @@ class Run:
             "ends_epoch_early": position.ends_epoch_early,
             "is_epoch_complete": self.is_epoch_complete(),
             "found_size": self.found_size,
+            "recovery": None if self.recovery is None else self.recovery.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -327,7 +332,9 @@ class Run:
         position.pending = list(state_dict["pending"])
         position.is_at_epoch_end = state_dict["is_at_epoch_end"]
         position.ends_epoch_early = state_dict["ends_epoch_early"]
-        self.found_size = state_dict.get("found_size")
+        self.found_size, self.restored_recovery = state_dict.get("found_size"), state_dict.get("recovery")
+        if self.recovery is not None:
+            self.recovery.load_state_dict(self.restored_recovery)
         windows = state_dict["window"]
         places = [window["place"] for window in windows]
         self.data.restore_source(places, ranks.rank, ranks.world_size, in_epoch=position.samples > 0)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from tr_args.constraints import (
     Above,
+    AtLeast,
     CommaSeparated,
     Count,
     Later,
@@ -91,6 +92,19 @@ class LoggingFields:
     """What to do when a step's loss or gradient norm is NaN or infinite. log: log it as it is, with the number of such
     steps. raise: raise an error before such weights are evaluated or saved. skip: skip the update, and count it as
     skipped_steps."""
+
+    on_spike: Annotated[Literal["rewind"] | None, Numbers.OTHER, Later.NEW_TRAINER] = None
+    """rewind: if a step's loss or gradient norm is NaN or infinite, or its loss is a spike, go back to a snapshot in
+    memory, leave out the batches of that step, and go on."""
+
+    spike_deviations: Annotated[float, Above(0), Numbers.OTHER, Later.NEXT_STEP] = 10.0
+    """With on_spike: a loss is a spike if it exceeds the median of the last 128 by so many deviations."""
+
+    snapshot_steps: Annotated[int, AtLeast(1), Numbers.UNCHANGED, Later.NEXT_STEP] = 64
+    """With on_spike: steps between snapshots, which hold weights and optimizer state once more."""
+
+    max_rewinds: Annotated[int, AtLeast(1), Numbers.UNCHANGED, Later.NEXT_STEP] = 10
+    """With on_spike: how often batches are left out before the run ends with an error."""
 
     logging_dir: Annotated[OptionalPath, Numbers.UNCHANGED, Later.NEW_TRAINER] = None
     """Folder for the files of trackers such as TensorBoard; unset is a folder in output_dir."""
