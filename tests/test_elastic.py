@@ -4,10 +4,10 @@ import hashlib
 import itertools
 import json
 import os
-import signal
 
 import pytest
 import torch
+from shared.killed import Killed
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -92,17 +92,6 @@ SUBJECTS = {
     "without dropout": (lambda: language_model(0.0), lambda: masked_rows(76), lambda: masked_rows(13), {}),
     "images": (Convolutions, lambda: Images(47), lambda: Images(13), {"max_grad_norm": 0.3}),
 }
-
-
-class Killed:
-    """Kills its process after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(subject, folder, options, kill_at=None):

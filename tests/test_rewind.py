@@ -1,10 +1,10 @@
 """A run that goes back before spoilt steps ends as one on data without their batches, bit by bit."""
 
 import os
-import signal
 
 import pytest
 import torch
+from shared.killed import Killed
 from torch import nn
 
 from tr_core import Trainer, TrainingArguments
@@ -44,17 +44,6 @@ def rows(batches, faults, batch=BATCH):
             if fault is not None:
                 found.append({**row, "fault": torch.tensor(fault if place == batch - 1 else 0)})
     return found
-
-
-class Killed:
-    """Kills its process after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(folder, data, options=None, kill_at=None):

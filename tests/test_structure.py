@@ -141,12 +141,13 @@ def test_only_the_face_and_the_preflight_take_a_trainer():
     assert taking == []
 
 
-def test_five_files_take_a_run():
+def test_six_files_take_a_run():
     taking = {str(path) for path, _, _, annotation in parameters(CORE) if re.search(r"\bRun\b", annotation)}
     assert taking <= {
         "loop.py",
         "training.py",
         "batch_size_search.py",
+        "rewind.py",
         "checkpoint/saving.py",
         "checkpoint/restoring.py",
     }

@@ -18,7 +18,7 @@ from tr_log import get_logger
 logger = get_logger("tr_core.trainer")
 
 WINDOW, LEAST = 128, 32
-"""Losses of good steps that a spike is told by: the last ones, and how many there must be."""
+"""Number of losses that a new one is compared with: the last ones of good steps; and how many there must be."""
 _DEVIATION = 1.4826  # of a normal distribution, by its median absolute deviation
 _NARROWEST = 1e-3  # of the median: losses that hardly change make no small change a spike
 
