@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -91,9 +91,12 @@ class Tensor(Direction):
         styles = self._styles(model)
         self._has_parts = "colwise_loss_parallel" in styles.values()
         divide(model, styles, mesh["tp"])
+        divided = [module for name, module in model.named_modules() if styles.get(name, "").startswith("colwise")]
+        self._given = share_inputs(divided, mesh["tp"])
 
     def finish(self, model: nn.Module) -> None:
         """Have the model compute its loss from logits in parts, if the plan says so, around all that FSDP does."""
+        model.register_forward_hook(lambda *_: self._given.clear(), always_call=True)
         if self._has_parts:
             around, losses = ExitStack(), CrossEntropyOfParts()
 
@@ -192,6 +195,27 @@ def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> Non
             raise ValueError(f"tp_plan: {names} are one parameter, and are divided as {' and '.join(sorted(layouts))}")
         for module, name in places:
             modules[module]._parameters[name] = held[0]
+
+
+def share_inputs(modules: Iterable[nn.Module], mesh: DeviceMesh) -> list[Any]:
+    """Have modules of style `colwise` that get one tensor in turn, as queries, keys and values, sum its gradient once.
+
+    Returns:
+        The last of these tensors, which is kept until the list is cleared.
+    """
+    last: list[Any] = []
+
+    def of_all(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        given = inputs[0]
+        if isinstance(given, DTensor) or not torch.is_grad_enabled():
+            return None
+        if not last or last[0] is not given or last[1] != given._version:  # changed in place, it has another gradient
+            last[:] = given, given._version, DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+        return last[2], *inputs[1:]
+
+    for module in modules:
+        module.register_forward_pre_hook(of_all, prepend=True)  # before that of the style, which then finds it done
+    return last
 
 
 def _shared(model: nn.Module) -> list[list[tuple[str, str]]]:
