@@ -9,7 +9,6 @@ import pytest
 import torch
 from shared.killed import Killed
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import RankError, run_ranks
@@ -77,6 +76,8 @@ def masked_rows(number):
 
 
 def language_model(dropout=0.1):
+    from transformers import LlamaConfig, LlamaForCausalLM  # slow to import: each process of the others does without
+
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=23, **sizes, num_key_value_heads=1, attention_dropout=dropout))
 
