@@ -113,6 +113,9 @@ def test_the_figures_are_those_of_the_run(make_trainer):
     assert figures["parameter_bytes"] == figures["gradient_bytes"] == 4 * 195
     held = sum(t.numel() * t.element_size() for state in trainer.optimizer.state.values() for t in state.values())
     assert figures["optimizer_bytes"] == held
+    watched = check(make_trainer(**options, on_spike="rewind")).figures
+    assert "snapshot_bytes" not in figures
+    assert watched["snapshot_bytes"] == 4 * 195 + held
 
 
 @pytest.mark.parametrize(

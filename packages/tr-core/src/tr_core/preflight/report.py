@@ -85,10 +85,11 @@ CODES: dict[str, Code] = {
     "T604": Code("error", "an evaluation or its compute_metrics fails"),
 }
 
+IN_MEMORY = ("parameter", "gradient", "optimizer", "snapshot")
 _ORDER: tuple[Severity, ...] = ("error", "warning", "info")
 # How figures are shown that are no plain numbers or words.
 _SHOWN: dict[str, Callable[[Any], str]] = {
-    **{f"{part}_bytes{of}": size for part in ("parameter", "gradient", "optimizer") for of in ("", "_of_a_device")},
+    **{f"{part}_bytes{of}": size for part in IN_MEMORY for of in ("", "_of_a_device")},
     **dict.fromkeys(("checkpoint_bytes", "disk_bytes", "disk_free_bytes"), size),
     "loss": "{:.6g}".format,
     "metrics": ", ".join,

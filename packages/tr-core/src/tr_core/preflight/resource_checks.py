@@ -14,6 +14,7 @@ import torch
 from tr_core.checkpoint.saving import model_parts
 from tr_core.evaluation.gather import map_tensors
 from tr_core.preflight.context import CheckContext
+from tr_core.preflight.report import IN_MEMORY
 from tr_core.protocols import EvaluationWeights
 from tr_core.state import resolve_steps
 from tr_core.validation import nearest_existing_path
@@ -122,6 +123,12 @@ def check_optimizer(subject: CheckContext) -> None:
         figures["gradient_bytes"], held = estimate(micro_batches=subject.args.gradient_accumulation_steps)
     figures["optimizer_is_assumed"] = held is None  # two float32 numbers a trainable parameter
     figures["optimizer_bytes"] = 8 * sum(p.numel() for p in trainable) if held is None else held
+    if subject.args.on_spike is not None:  # holds weights and state once more
+        for of in ("", "_of_a_device"):
+            if f"parameter_bytes{of}" in figures:
+                figures[f"snapshot_bytes{of}"] = figures[f"parameter_bytes{of}"] + (
+                    figures[f"optimizer_bytes{of}"] or 0
+                )
     check_memory(subject)
 
 
@@ -129,14 +136,12 @@ def check_memory(subject: CheckContext) -> None:
     """Compare the size of parameters, gradients and optimizer state, or a device's share, with its memory."""
     figures, device = subject.figures, subject.trainer.strategy.device
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    needed = sum(
-        figures.get(f"{part}_bytes_of_a_device") or figures[f"{part}_bytes"]
-        for part in ("parameter", "gradient", "optimizer")
-    )
+    needed = sum(figures.get(f"{part}_bytes_of_a_device") or figures.get(f"{part}_bytes", 0) for part in IN_MEMORY)
+    parts = "parameters, gradients, optimizer state" + ", and a snapshot of them," * ("snapshot_bytes" in figures)
     if hasattr(module, "mem_get_info") and needed > (there := module.mem_get_info(device)[1]):
         subject.say(
             "T306",
-            f"parameters, gradients and optimizer state take {size(needed)}, the device has {size(there)}; "
+            f"{parts} take {size(needed)}, the device has {size(there)}; "
             "freeze more of the model, choose an optimizer with a smaller state, or divide it over devices",
         )
 
