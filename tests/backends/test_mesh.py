@@ -11,7 +11,16 @@ from accelerate.parallelism_config import ParallelismConfig
 from stop_at import StopAt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
@@ -70,8 +79,33 @@ def qwen():
     return Qwen3ForCausalLM(Qwen3Config(**SMALL, **HEADS, tie_word_embeddings=True))
 
 
+def deepseek():
+    torch.manual_seed(0)
+    sizes = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "q_lora_rank": 8}
+    dense = {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_attention_heads": 4}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**SMALL, **sizes, **dense))
+
+
+def bart():
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": number for part in ("encoder", "decoder")
+             for name, number in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))}  # fmt: skip
+    words = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=24, max_position_embeddings=16, d_model=16, dropout=0.0, **sizes, **words)
+    )
+
+
+ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
+OF_BART = {
+    **{f"model.*.layers.*.self_attn.{name}": style for name, style in ATTENTION.items()},
+    **{f"model.decoder.layers.*.encoder_attn.{name}": style for name, style in ATTENTION.items()},
+    "model.*.layers.*.fc1": "colwise",
+    "model.*.layers.*.fc2": "rowwise",
+}
 MODELS = {"plain": Plain, "llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "qwen": qwen}
-PLANS = {"plain": PLAN}
+MODELS |= {"deepseek": deepseek, "bart": bart}
+PLANS = {"plain": PLAN, "bart": OF_BART}
 
 
 def in_parts(name):

@@ -59,6 +59,12 @@ def test_a_plan_that_cannot_be_followed_is_refused(plan, said):
         ({}, {"layers.0.up": "colwise"}, 5, "tp_size=5 does not divide out_features=12 of layers.0.up; 2, 3, 4, 6, 12"),
         ({}, {"layers.0.up": "rowwise"}, 3, "tp_size=3 does not divide in_features=8 of layers.0.up; 2, 4, 8 do"),
         ({}, {"words": "embedding_rowwise"}, 4, "tp_size=4 does not divide num_embeddings=10 of words; 2, 5, 10 do"),
+        (
+            {},
+            {"layers.0.up": "mla_kv_a_proj"},
+            2,
+            "'mla_kv_a_proj' of layers.0.up needs qk_rope_head_dim in the model's",
+        ),
         ({}, {"norm": "colwise"}, 2, "norm is to be divided by 'colwise', which is for Linear, and is a LayerNorm"),
     ],
 )

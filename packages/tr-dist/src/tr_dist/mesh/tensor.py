@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
@@ -41,8 +41,28 @@ class WithOwnExperts(ParallelStyle):
         return module
 
 
+class WithKeyOfAllHeads(ParallelStyle):
+    """A projection that each process computes whole, and whose last `size` outputs are a key of all heads.
+
+    The others go into a `colwise` module, which sums their gradients; those of the key, which each process has from its
+    own heads, are summed here.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def summed(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            others, key = output.split([output.shape[-1] - self._size, self._size], -1)
+            of_all = DTensor.from_local(key, device_mesh, [Replicate()], run_check=False)
+            return torch.cat([others, of_all.to_local(grad_placements=[Partial()])], -1)
+
+        module.register_forward_hook(summed)
+        return module
+
+
 # style -> how torch does it, the classes of module, and the sizes of the weight that are divided
-_STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
+_STYLES: dict[str, tuple[ParallelStyle | None, tuple[type[nn.Module], ...], str]] = {
     "colwise": (ColwiseParallel(), (nn.Linear,), "out_features"),
     "rowwise": (RowwiseParallel(), (nn.Linear,), "in_features"),
     "rowwise_split_input": (RowwiseParallel(input_layouts=Replicate()), (nn.Linear,), "in_features"),
@@ -50,12 +70,13 @@ _STYLES: dict[str, tuple[ParallelStyle, tuple[type[nn.Module], ...], str]] = {
     "colwise_loss_parallel": (ColwiseParallel(use_local_output=False), (nn.Linear,), "out_features"),
     "embedding_rowwise": (RowwiseParallel(input_layouts=Replicate()), (nn.Embedding,), "num_embeddings"),
     "embedding_colwise": (ColwiseParallel(output_layouts=Replicate()), (nn.Embedding,), "embedding_dim"),
+    "mla_kv_a_proj": (None, (nn.Linear,), ""),  # by the model's config
     "moe_tp_experts": (WithOwnExperts(), (nn.Module,), ""),
     "replicated_with_grad_allreduce": (OfSplitHeads(), (nn.Module,), ""),
 }
 _AS_IT_IS = ("replicate", "keep_full_weight")
 _OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
-HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "decoder_attention_heads")
 
 
 class Tensor(Direction):
@@ -172,10 +193,18 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int, started:
                     f"tp_plan: {name} is to be divided by {styles[name]!r}, which is for {classes[0].__name__}, and is "
                     f"a {type(module).__name__}"
                 )
+            if styles[name] == "mla_kv_a_proj" and not _of_text(config):
+                raise ValueError(f"tp_plan: 'mla_kv_a_proj' of {name} needs qk_rope_head_dim in the model's config")
             number = getattr(module, divided) if divided else size
             if number % size:
                 others = sizes_that_divide(number, started)
                 raise ValueError(f"tp_size={size} does not divide {divided}={number} of {name}; {others} do")
+
+
+def _of_text(config: Any) -> int:
+    """Return the numbers of a key with positions in a model's config, or in that of its text part; 0 if unknown."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "qk_rope_head_dim", 0)
 
 
 def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -185,7 +214,9 @@ def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> Non
         ValueError: a parameter is shared by a module that is divided and one that is not, or not in the same way.
     """
     shared = _shared(model)
-    parallelize_module(model, mesh, {name: _STYLES[style][0] for name, style in styles.items()})
+    config = getattr(model, "config", None)
+    ways = {name: _STYLES[style][0] or WithKeyOfAllHeads(_of_text(config)) for name, style in styles.items()}
+    parallelize_module(model, mesh, ways)
     modules = dict(model.named_modules())
     for places in shared:
         held = [modules[module]._parameters[name] for module, name in places]
