@@ -254,6 +254,38 @@ def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(options, to
         assert_close(rank, alone, tolerance)
 
 
+def losses_and_predictions(folder, name, options):
+    """Return losses that the Trainer computes from logits, with smoothed labels, and what it predicts then."""
+    plan = {"tp_plan": PLANS[name]} if "parallelism_config" in options else {}
+    args = TrainingArguments(
+        folder,
+        max_steps=2,
+        logging_steps=1,
+        label_smoothing_factor=0.1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **(options | plan),
+    )
+    trainer = Trainer(MODELS[name](), args, train_dataset=rows(8))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    predictions = torch.tensor(trainer.predict(rows(5)).predictions)
+    trainer.strategy.close()
+    return losses, predictions
+
+
+@pytest.mark.slow
+def test_losses_and_predictions_from_logits_whose_words_are_divided_are_those_of_one_process(tmp_path):
+    name = "llama, loss in parts"
+    losses, predictions = losses_and_predictions(str(tmp_path / "alone"), name, ALONE)
+    options = MESHES["tp 2"][1]
+    for rank in run_ranks(losses_and_predictions, 2, str(tmp_path / "mesh"), name, options, timeout_s=300):
+        assert rank[0] == pytest.approx(losses, rel=2e-5)
+        torch.testing.assert_close(rank[1], predictions, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.slow
 @row("resume")
 def test_a_run_that_stopped_goes_on_to_the_same_bits(tmp_path):
