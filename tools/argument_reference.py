@@ -40,7 +40,7 @@ RESUMED = {
     Numbers.METRIC: "the best model is chosen by another metric",
     Numbers.OTHER: "the numbers of the run change",
 }
-_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+_EACH_BATCH: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 # Values to try of the arguments that contradict others, beside their choices, the other truth value and small numbers.
 TRIED = {
     "eval_strategy": ["steps"], "logging_steps": [0], "eval_steps": [0], "save_steps": [0],
