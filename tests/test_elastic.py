@@ -237,7 +237,34 @@ class Stream(torch.utils.data.IterableDataset):
         yield from dense_rows(40)
 
 
+class Drawing(Dense):
+    """Noise from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.Generator()
+
+    def forward(self, x, labels=None):
+        return super().forward(x + torch.randn(x.shape, generator=self.own), labels)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Rows with noise from a generator of their own."""
+
+    def __init__(self):
+        self.rows, self.own = dense_rows(40), torch.Generator()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {**row, "x": row["x"] + torch.randn(13, generator=self.own)}
+
+
 REFUSED = {
+    "a model with a generator": (Drawing, {}, lambda: dense_rows(40), "own of the model"),
+    "data with a generator": (Dense, {}, Noisy, "dataset.own"),
     "a norm of the batch": (Normed, {}, lambda: dense_rows(40), "running statistics"),
     "a parameter that some shards use": (Partial, {}, lambda: dense_rows(40), "in some shards"),
     "a stream": (Dense, {}, Stream, "__len__ and __getitem__"),
@@ -263,6 +290,8 @@ WRONG = {
     "a compiled model": ({**ELASTIC, "torch_compile": True}, "torch_compile"),
     "a mesh": ({**ELASTIC, "parallelism_config": "tp=2"}, "parallelism_config"),
     "DeepSpeed": ({**ELASTIC, "strategy": "deepspeed", "deepspeed": {}}, "strategy"),
+    "noise by process": ({**ELASTIC, "neftune_noise_alpha": 5}, "neftune_noise_alpha"),
+    "metrics by batch": ({**ELASTIC, "batch_eval_metrics": True}, "batch_eval_metrics"),
     "smaller batches": ({**ELASTIC, "auto_find_batch_size": True}, "auto_find_batch_size"),
 }
 
@@ -272,6 +301,26 @@ def test_wrong_arguments_are_refused_when_they_are_made(case, tmp_path):
     options, words = WRONG[case]
     with pytest.raises(ValueError, match=words):
         TrainingArguments(str(tmp_path), **options)
+
+
+class Unfreezes:
+    """Makes the first layer trainable after three steps."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3:
+            model.layers[0].requires_grad_(True)
+
+
+def test_layers_may_be_frozen_and_freed(tmp_path):
+    args = TrainingArguments(str(tmp_path), max_steps=6, use_cpu=True, report_to="none", **ELASTIC)
+    model = Dense()
+    model.layers[0].requires_grad_(False)
+    before = model.layers[0].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(model, args, train_dataset=dense_rows(99), callbacks=[Unfreezes()], optimizers=(optimizer, None))
+    trainer.train()
+    trainer.strategy.close()
+    assert not torch.equal(model.layers[0].weight, before)
 
 
 def three_processes(folder):

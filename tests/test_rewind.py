@@ -111,14 +111,23 @@ def test_a_resume_before_and_after_a_fault_ends_the_same(kill_at, tmp_path):
     assert_same(run_ranks(train, 1, folder, data)[0], wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"fsdp": "full_shard"}], ids=["replicas", "shards"])
+FULL = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp": "full_shard"}, FULL], ids=["replicas", "shards", "whole checkpoints"])
 def test_a_fault_on_one_rank_of_two(options, tmp_path):
-    options |= {"per_device_train_batch_size": BATCH // 2}
+    options = options | {"per_device_train_batch_size": BATCH // 2}
     wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}), options)
     found = run_ranks(train, 2, str(tmp_path / "with"), rows(STEPS + 1, {40: 1}), options)
     for rank in (0, 1):
         assert found[rank][1] == wanted[rank][1]
     assert_same(found[0], wanted[0])
+
+
+def test_matrices_that_are_divided(tmp_path):
+    options = {"parallelism_config": "tp=2", "tp_plan": {"layers.0": "colwise", "layers.3": "rowwise"}}
+    wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}), options)
+    assert_same(run_ranks(train, 2, str(tmp_path / "with"), rows(STEPS + 1, {40: 1}), options)[0], wanted[0])
 
 
 def test_a_run_that_is_spoilt_again_and_again_ends_in_words(tmp_path):
@@ -151,6 +160,43 @@ def test_every_epoch_leaves_out_the_batch_that_has_the_row(tmp_path):
     weights, logs = train(str(tmp_path), rows(20, {7: 1}), options)
     assert logs[-1][0] == 50  # 3 x 19 steps, in logs of 10
     assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_an_epoch_of_one_step_may_be_left_out(tmp_path):
+    options = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 8, "save_steps": 500}
+    weights, _ = train(str(tmp_path), rows(2, {0: 2}), options | {"max_rewinds": 3, "logging_steps": 1})
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_a_run_by_epochs_makes_its_last_save(tmp_path):
+    options = {"max_steps": -1, "save_steps": 500}
+    train(str(tmp_path), rows(20, {7: 1}), options)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("checkpoint-")] == ["checkpoint-19"]
+
+
+class Grows:
+    """Adds a layer to the model, and its parameters to the optimizer, after ten steps."""
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step == 10:
+            model.more = nn.Linear(3, 3)
+            optimizer.add_param_group({"params": list(model.more.parameters())})
+
+
+def test_a_model_that_grows_is_watched_further(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path),
+        on_spike="rewind",
+        max_steps=30,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+    )
+    trainer = Trainer(Net(), args, train_dataset=rows(80, {20: 1}), callbacks=[Grows()])
+    trainer.train()
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
 
 
 def test_elastic_runs_leave_out_the_same(tmp_path):

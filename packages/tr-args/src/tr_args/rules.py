@@ -170,7 +170,8 @@ def _elastic(args: AllFields) -> Iterator[Rule]:
     if args.strategy not in ("auto", "single", "ddp", "fsdp"):
         yield ("elastic", "strategy"), "is done by strategy='auto', 'ddp' or 'fsdp'"
     others = ("fp16", "deepspeed", "parallelism_config", "auto_find_batch_size", "overfit_batches")
-    others += ("ddp_find_unused_parameters", "step_compile", "torch_compile")
+    others += ("ddp_find_unused_parameters", "step_compile", "torch_compile", "fast_dev_run")
+    others += ("neftune_noise_alpha", "batch_eval_metrics")
     if refused := [name for name in others if getattr(args, name) not in (None, False, "off")]:
         yield ("elastic", *refused), "do not work together; leave the others out"
     if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):

@@ -43,7 +43,7 @@ def run_epochs(run: Run) -> None:
                     run.apply_changes()
                 if methods.control.should_epoch_stop or methods.control.should_training_stop:
                     break
-            if methods.state.global_step == first_step and first_sample == 0:
+            if methods.state.global_step == first_step and first_sample == position.samples == 0:
                 raise ValueError(_no_batch(position.epoch, first_step, methods.state.max_steps))
         end_epoch(run, moves_on=run.is_epoch_complete() or not methods.control.should_training_stop)
     run.check_length()

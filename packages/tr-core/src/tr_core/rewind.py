@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import deque
@@ -12,6 +13,7 @@ import torch
 
 from tr_core.checkpoint.saving import checkpoint_parts
 from tr_core.loop import clear_gradients, log_evaluate_save, run_epochs
+from tr_core.model import state_held_here
 from tr_core.run import Run
 from tr_log import get_logger
 
@@ -70,6 +72,7 @@ class Recovery:
         self._begin = (run.position.epoch, run.position.samples)
         self._snapshot: dict[str, Any] = {}
         self._taken_at, self._logged = 0, (0.0, 0)
+        self._max_steps, self._fewer = run.methods.state.max_steps, 0
         self.load_state_dict(run.restored_recovery)
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +143,8 @@ class Recovery:
         """Copy everything that a checkpoint has. Collective. Sync: once, for the open window."""
         run = self._run
         run.collect_window(run.methods.state)
-        self._snapshot = {name: _copied(part.state_dict()) for name, part in self._parts().items()}
+        self._snapshot = {}  # first: two would be held at a time
+        self._snapshot = {name: _copied(state_held_here(part)) for name, part in self._parts().items()}
         self._taken_at = run.methods.state.global_step
         self._logged = (run.window.logged_loss, run.window.logged_skips)
 
@@ -158,6 +162,8 @@ class Recovery:
                 f"{what}; batches of {most} steps were left out before (max_rewinds={most}). If it is not the data, "
                 "lower learning_rate or max_grad_norm; or raise max_rewinds or spike_deviations"
             )
+        if run.watch.has_other_parameters(run.methods.model):
+            raise FloatingPointError(f"{what}; the model was given other parameters since, so the run cannot go back")
         had_ended = run.methods.state.global_step >= run.methods.state.max_steps
         run.methods.scope.inputs = None
         clear_gradients(run.optimizer)
@@ -166,8 +172,13 @@ class Recovery:
         run.methods.random_state.reapply()  # last: nothing may have drawn since
         self._left_out, self._steps = left_out, []
         run.window.logged_loss, run.window.logged_skips = self._logged
-        run.window.unchecked = []
-        run.position.is_retry = run.position.samples > 0 or run.position.is_at_epoch_end
+        run.window.unchecked, run.window.flops = [], 0.0
+        if run.window.tokens is not None:
+            run.window.tokens.take()  # of steps that are made again
+        run.position.is_retry = run.position.samples > 0 and not run.is_epoch_complete()
+        if not run.plan.ends_by_steps:
+            self._fewer += 1
+            run.methods.state.max_steps = self._max_steps - self._fewer  # so that what is due at the end is done there
         control = run.methods.control
         control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
         control.should_training_stop &= not had_ended
@@ -188,4 +199,4 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         items = [_copied(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    return value
+    return copy.deepcopy(value)

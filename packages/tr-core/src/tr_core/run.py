@@ -30,6 +30,7 @@ from tr_core.optim.updates import Updates
 from tr_core.plan import TrainingPlan
 from tr_core.preemption.preemption import Preemption
 from tr_core.protocols import Strategy
+from tr_core.random_state import generator_kinds
 from tr_core.state import TrainerState, resolve_steps
 from tr_core.trainer_methods import TrainerMethods
 from tr_log.phases import EXCHANGE, phase
@@ -98,6 +99,21 @@ class Run:
         args, model, wrapped = methods.args, methods.model, methods.model_wrapped
         tokens = build_token_counter(args.include_num_input_tokens_seen, model, methods.processing_class)
         shards = VirtualShards.of(args, strategy.data)
+        own = (
+            []
+            if shards is None
+            else [
+                f"{name}.{key}".lstrip(".")
+                for name, module in model.named_modules()
+                for key, value in vars(module).items()
+                if isinstance(value, generator_kinds())
+            ]
+        )
+        if own:
+            raise ValueError(
+                f"elastic draws random numbers by shard, and {', '.join(own)} of the model is a generator of its own; "
+                "draw from torch's, which is seeded for each micro-batch"
+            )
         window = LogWindow(strategy.data, tokens, shards=0 if shards is None else len(shards.own))
         guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         updates = Updates(strategy, optimizer, guard)
@@ -145,9 +161,11 @@ class Run:
         if self.watch.has_other_parameters(methods.model):
             self.watch.check_new_parameters(methods.model, self.optimizer)
             self.updates.check()
-            self.updates.guard = choose_guard(
+            self.updates.guard = self.recovery or choose_guard(
                 str(args.on_nonfinite), self.strategy, self.window, self.optimizer, methods.model_wrapped
             )
+            if self.recovery is not None:
+                self.recovery.take_snapshot()  # one of before has no place for the new parameters
         self.take_settings()
         if self.capture is not None:
             self.capture.settle(self._why_not_captured())

@@ -51,7 +51,7 @@ class Elastic:
     _number: int
     _threads: int | None = None
     _ends_shard = False
-    _same: set[int] | None = None
+    _same: tuple[list[int], set[int]] = ([], set())  # trainable parameters, and which of them have gradients
 
     def begin(self, number: int) -> None:
         """Divide steps into `number` shards.
@@ -124,18 +124,19 @@ class Elastic:
                 "or freeze them with module.eval()"
             )
         torch._foreach_mul_(total.total, 1 / self._number)
-        with_gradient = (p for index, p in enumerate(parameters) if index in (self._same or ()))
+        with_gradient = (p for index, p in enumerate(parameters) if index in self._same[1])
         for parameter, gradient in zip(with_gradient, held, strict=True):
             parameter.grad = gradient
 
     def _taken(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> list[torch.Tensor]:
         """Take the gradients of a shard from the parameters, added over the processes."""
         has = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
-        if self._same is None:
+        trained = list(map(id, parameters))
+        if trained != self._same[0]:  # the first shard, or others are frozen now
             if len({tuple(sorted(of_rank)) for of_rank in cast("Any", self).gather_objects(has)}) > 1:
                 raise ValueError(_UNEQUAL)
-            self._same = has
-        if has != self._same:
+            self._same = (trained, has)
+        if has != self._same[1]:
             raise ValueError(_UNEQUAL)
         gradients = [cast("torch.Tensor", parameters[index].grad) for index in sorted(has)]
         for parameter in parameters:

@@ -14,6 +14,7 @@ from tr_core.data.sampler import EpochSampler, MicroBatch, SampledBatches, has_l
 from tr_core.data.user_loader import StatefulSource, UserLoader, skip_batches
 from tr_core.model_io import to_device
 from tr_core.protocols import Collectives
+from tr_core.random_state import find_generators
 from tr_log import get_logger
 
 logger = get_logger(__name__)
@@ -27,6 +28,11 @@ _UNDIVIDED = (
 _NO_SHARDS = (
     "elastic divides steps into virtual shards where the Trainer's own loader reads data with a length, and got a {}: "
     "give a data set with __len__ and __getitem__, and return no loader of your own"
+)
+
+_OWN_GENERATORS = (
+    "elastic draws random numbers by shard, and the data has generators of its own ({}), which each process would draw "
+    "from; use the global generators of torch, NumPy or Python, which are seeded for each micro-batch"
 )
 
 
@@ -101,6 +107,8 @@ def batches_of(
         set_epoch = loader.fetch.set_epoch if isinstance(loader, SampledLoader) and loader.follows_epoch else None
         if elastic and loader.batch_sampler.shards is None:
             raise ValueError(_NO_SHARDS.format(type(loader).__name__))
+        if elastic and (own := find_generators({"dataset": loader.dataset, "collate_fn": loader.collate_fn})):
+            raise ValueError(_OWN_GENERATORS.format(", ".join(sorted(own))))
         return SampledBatches(loader, loader.batch_sampler, set_epoch)
     if elastic:
         raise ValueError(_NO_SHARDS.format(type(loader).__name__))

@@ -151,7 +151,8 @@ class EpochSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         per_step = self.batch_size * self.world_size
-        return num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)
+        shards = 1 if self.shards is None else len(self.shards.own)
+        return shards * num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)
 
     @property
     def strategy(self) -> str:
@@ -236,8 +237,8 @@ class SampledBatches:
         # A user's sampler may draw from data that grows.
         self._length = len(loader.dataset) if type(sampler) is EpochSampler else None  # type: ignore[arg-type]
         sampler.seek(0)
-        self.num_batches: int | None = len(sampler)
         self.samples_per_micro_batch = sampler.batch_size * sampler.world_size
+        self.num_batches: int | None = self.remaining(0)
         self.num_samples: int | None = min(sampler.num_samples, self.num_batches * self.samples_per_micro_batch)
 
     def remaining(self, position: int) -> int:

@@ -116,6 +116,11 @@ class EvaluationLoop:
         compute = compute_metrics
         self._streaming: StreamingMetrics | None = None
         if is_streaming(compute) and not args.prediction_loss_only:
+            if args.elastic is not None:
+                raise ValueError(
+                    "elastic computes metrics over all predictions, whose order does not depend on the processes; give "
+                    "a compute_metrics function in place of a metric that is updated batch by batch"
+                )
             self._streaming = StreamingMetrics(compute, strategy.data)
         self._by_batch = compute if args.batch_eval_metrics and self._keeps else None
         self._compute = compute if self._keeps and not self._by_batch and not is_streaming(compute) else None

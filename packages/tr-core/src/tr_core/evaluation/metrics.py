@@ -13,7 +13,6 @@ from torch import nn
 from tr_args import TrainingArguments
 from tr_core.evaluation.gather import map_objects
 from tr_core.loss import LossRule
-from tr_core.metric_means import accumulator_dtype
 from tr_core.model_io import to_device, to_plain
 from tr_core.protocols import Collectives
 from tr_core.signatures import names_argument
@@ -64,7 +63,8 @@ class EvaluationLoss:
                 raise ValueError(_NO_MEAN_OVER_TOKENS)
         device = self._strategy.device
         samples = torch.full((), rows, device=device)
-        self._losses.append(to_device(loss.detach(), device).to(accumulator_dtype(device)))
+        loss = to_device(loss.detach(), device)
+        self._losses.append(loss if loss.dtype is torch.float64 else loss.float())
         self._samples.append(samples)
         self._targets.append(samples if targets is None else targets)
         if targets is not None:
