@@ -63,8 +63,8 @@ class EvaluationLoss:
                 raise ValueError(_NO_MEAN_OVER_TOKENS)
         device = self._strategy.device
         samples = torch.full((), rows, device=device)
-        loss = to_device(loss.detach(), device)
-        self._losses.append(loss if loss.dtype is torch.float64 else loss.float())
+        own = to_device(loss.detach(), device)
+        self._losses.append(own if own.dtype is torch.float64 else own.float())
         self._samples.append(samples)
         self._targets.append(samples if targets is None else targets)
         if targets is not None:
