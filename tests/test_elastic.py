@@ -148,8 +148,8 @@ def run(subject, folder, legs, options):
     return run_ranks(train, legs[-1], subject, folder, options, timeout_s=120)[0][:2]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("subject", RANDOM)
+# The other pairs are among the schedules of the night.
+@pytest.mark.parametrize(("subject", "strategy"), [("dense", "fsdp"), ("language", "ddp"), ("images", "ddp")])
 def test_one_two_and_four_processes_end_with_the_same_bits(subject, strategy, tmp_path):
     options = ELASTIC | STRATEGIES[strategy]
     whole = run(subject, str(tmp_path / "whole"), (1,), options)
