@@ -105,8 +105,8 @@ class Elastic:
         Raises:
             ValueError: the forward changed buffers, or a parameter has a gradient in some shards alone.
         """
-        named = dict(cast("Any", self).unwrap(model).named_parameters())
-        parameters, each, total = [p for p in named.values() if p.requires_grad], size // self.shards, TreeSum()
+        parameters = [p for p in cast("Any", self).unwrap(model).parameters() if p.requires_grad]
+        each, total = size // self.shards, TreeSum()
         buffers = _versions(model)
         held: list[torch.Tensor] = []
         for number, batch in enumerate(batches, start=1):
@@ -114,7 +114,7 @@ class Elastic:
             done, loss = compute(batch)
             yield done, loss
             if self._ends_shard:
-                gradients = self._taken(parameters, list(named))
+                gradients = self._taken(parameters)
                 held = held or gradients
                 total.add([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
         if changed := _versions(model).items() ^ buffers.items():
@@ -128,7 +128,7 @@ class Elastic:
         for parameter, gradient in zip(with_gradient, held, strict=True):
             parameter.grad = gradient
 
-    def _taken(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> list[torch.Tensor]:
+    def _taken(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Take the gradients of a shard from the parameters, added over the processes."""
         has = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
         trained = list(map(id, parameters))

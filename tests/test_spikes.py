@@ -1,0 +1,206 @@
+"""A run that goes back before spoilt steps ends as one on data without their batches, bit by bit."""
+
+import os
+
+import pytest
+import torch
+from shared.killed import Killed
+from torch import nn
+
+from tr_core import Trainer, TrainingArguments
+from tr_dist.testing import RankError, run_ranks
+
+STEPS, BATCH = 60, 4
+KINDS = {"a sample": 1, "a gradient": 2, "a spike": 3}
+
+
+class Net(nn.Module):
+    """Dropout, and rows that spoil its loss or its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+    def forward(self, x, fault, labels=None):
+        logits = self.layers(x)
+        loss = nn.functional.cross_entropy(logits, labels)
+        if (fault == 1).any():
+            loss = loss * torch.nan
+        if (fault == 2).any():
+            loss = loss + (logits.sum() * 0).sqrt() * 0  # 0, with a gradient of 0 times infinity
+        if (fault == 3).any():
+            loss = loss * 1000
+        return {"loss": loss, "logits": logits}
+
+
+def rows(batches, faults, batch=BATCH):
+    """Return so many batches, without those that `faults` maps to None; others have a row with a fault."""
+    drawn, found = torch.Generator().manual_seed(1), []
+    for number in range(batches):
+        for place in range(batch):
+            row = {"x": torch.randn(6, generator=drawn), "labels": torch.randint(3, (), generator=drawn)}
+            fault = faults.get(number, 0)
+            if fault is not None:
+                found.append({**row, "fault": torch.tensor(fault if place == batch - 1 else 0)})
+    return found
+
+
+def train(folder, data, options=None, kill_at=None):
+    """Return weights and losses."""
+    given = {
+        "max_steps": STEPS,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": BATCH,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": 1e-2,
+        "logging_steps": 10,
+        "save_steps": 25,
+        "snapshot_steps": 7,
+        "on_spike": "rewind",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "log_level": "error",
+    }
+    trainer = Trainer(Net(), TrainingArguments(folder, **given | (options or {})), train_dataset=data)
+    if kill_at is not None:
+        trainer.add_callback(Killed(kill_at))
+    trainer.train(resume_from_checkpoint=os.path.isdir(folder) and any("checkpoint-" in n for n in os.listdir(folder)))
+    weights = {name: value.clone() for name, value in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
+    logs = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    trainer.strategy.close()
+    return weights, logs
+
+
+def assert_same(found, wanted):
+    assert found[1] == wanted[1]
+    assert all(torch.equal(found[0][name], wanted[0][name]) for name in wanted[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [(0,), (3,), (40,), (41, 42), (59,), (35, 58)])
+def test_the_end_is_that_without_the_batches(kind, at, tmp_path):
+    if kind == "a spike" and min(at) < 32:
+        pytest.skip("too few losses before it")
+    total = STEPS + len(at)
+    wanted = train(str(tmp_path / "without"), rows(total, dict.fromkeys(at)))
+    assert_same(train(str(tmp_path / "with"), rows(total, dict.fromkeys(at, KINDS[kind]))), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("twice", [False, True])
+def test_every_step_of_sixty(kind, twice, tmp_path):
+    plain = train(str(tmp_path / "plain"), rows(STEPS, {}))
+    for at in range(32 if kind == "a spike" else 0, STEPS):
+        faults = (at, min(at + 5, STEPS)) if twice else (at,)
+        total = STEPS + len(faults)
+        wanted = train(str(tmp_path / f"without {at}"), rows(total, dict.fromkeys(faults)))
+        found = train(str(tmp_path / f"with {at}"), rows(total, dict.fromkeys(faults, KINDS[kind])))
+        assert_same(found, wanted)
+        assert not torch.equal(found[0]["layers.0.weight"], plain[0]["layers.0.weight"])
+
+
+@pytest.mark.parametrize("kill_at", [30, 44])
+def test_a_resume_before_and_after_a_fault_ends_the_same(kill_at, tmp_path):
+    wanted = train(str(tmp_path / "without"), rows(STEPS + 1, {40: None}))
+    data, folder = rows(STEPS + 1, {40: 1}), str(tmp_path / "with")
+    with pytest.raises(RankError):
+        run_ranks(train, 1, folder, data, {}, kill_at)
+    assert_same(run_ranks(train, 1, folder, data)[0], wanted)
+
+
+FULL = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp": "full_shard"}, FULL], ids=["replicas", "shards", "whole checkpoints"])
+def test_a_fault_on_one_rank_of_two(options, tmp_path):
+    options = options | {"per_device_train_batch_size": BATCH // 2}
+    wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}), options)
+    found = run_ranks(train, 2, str(tmp_path / "with"), rows(STEPS + 1, {40: 1}), options)
+    for rank in (0, 1):
+        assert found[rank][1] == wanted[rank][1]
+    assert_same(found[0], wanted[0])
+
+
+def test_matrices_that_are_divided(tmp_path):
+    options = {"parallelism_config": "tp=2", "tp_plan": {"layers.0": "colwise", "layers.3": "rowwise"}}
+    wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}), options)
+    assert_same(run_ranks(train, 2, str(tmp_path / "with"), rows(STEPS + 1, {40: 1}), options)[0], wanted[0])
+
+
+def test_a_run_that_is_spoilt_again_and_again_ends_in_words(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"step 11 .*max_rewinds=2"):
+        train(str(tmp_path), rows(70, {10: 1, 11: 1, 12: 1}), {"max_rewinds": 2})
+
+
+def test_a_run_without_faults_has_the_bits_of_one_that_does_not_watch(tmp_path):
+    plain = train(str(tmp_path / "plain"), rows(STEPS, {}), {"on_spike": None})
+    assert_same(train(str(tmp_path / "watched"), rows(STEPS, {})), plain)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        yield from self.data
+
+
+def test_data_without_a_length(tmp_path):
+    wanted = train(str(tmp_path / "without"), Stream(rows(STEPS + 1, {40: None})))
+    assert_same(train(str(tmp_path / "with"), Stream(rows(STEPS + 1, {40: 1}))), wanted)
+
+
+def test_every_epoch_leaves_out_the_batch_that_has_the_row(tmp_path):
+    options = {"max_steps": -1, "num_train_epochs": 3, "train_sampling_strategy": "random", "ema_decay": 0.9}
+    weights, logs = train(str(tmp_path), rows(20, {7: 1}), options)
+    assert logs[-1][0] == 50  # 3 x 19 steps, in logs of 10
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_an_epoch_of_one_step_may_be_left_out(tmp_path):
+    options = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 8, "save_steps": 500}
+    weights, _ = train(str(tmp_path), rows(2, {0: 2}), options | {"max_rewinds": 3, "logging_steps": 1})
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_a_run_by_epochs_makes_its_last_save(tmp_path):
+    options = {"max_steps": -1, "save_steps": 500}
+    train(str(tmp_path), rows(20, {7: 1}), options)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("checkpoint-")] == ["checkpoint-19"]
+
+
+class Grows:
+    """Adds a layer to the model, and its parameters to the optimizer, after ten steps."""
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step == 10:
+            model.more = nn.Linear(3, 3)
+            optimizer.add_param_group({"params": list(model.more.parameters())})
+
+
+def test_a_model_that_grows_is_watched_further(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path),
+        on_spike="rewind",
+        max_steps=30,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+    )
+    trainer = Trainer(Net(), args, train_dataset=rows(80, {20: 1}), callbacks=[Grows()])
+    trainer.train()
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+
+
+def test_elastic_runs_leave_out_the_same(tmp_path):
+    options = {"elastic": "bitwise", "virtual_shards": 2, "per_device_train_batch_size": BATCH // 2}
+    data = rows(STEPS + 1, {40: 1})
+    one = run_ranks(train, 1, str(tmp_path / "1"), data, options)[0]
+    assert_same(run_ranks(train, 2, str(tmp_path / "2"), data, options)[0], one)
