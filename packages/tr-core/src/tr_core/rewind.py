@@ -13,6 +13,7 @@ import torch
 
 from tr_core.checkpoint.saving import checkpoint_parts
 from tr_core.loop import clear_gradients, log_evaluate_save, run_epochs
+from tr_core.metric_means import accumulator_dtype
 from tr_core.model import state_held_here
 from tr_core.run import Run
 from tr_log import get_logger
@@ -120,8 +121,9 @@ class Recovery:
             return
         steps, self._steps = self._steps, []
         data = self._run.strategy.data
-        losses = data.sum(torch.stack([loss.detach().double() for *_, loss, _ in steps])) / data.world_size
-        norms = torch.stack([norm.detach().double() for *_, norm in steps])
+        dtype = accumulator_dtype(data.device)
+        losses = data.sum(torch.stack([loss.detach().to(dtype) for *_, loss, _ in steps])) / data.world_size
+        norms = torch.stack([norm.detach().to(dtype) for *_, norm in steps])
         for (number, samples, *_), loss, norm in zip(steps, losses.tolist(), norms.tolist(), strict=True):
             if (why := self._why_spoilt(loss, norm)) is not None:
                 raise _SpoiltError(number, why, samples)
