@@ -140,6 +140,12 @@ def test_a_run_without_faults_has_the_bits_of_one_that_does_not_watch(tmp_path):
     assert_same(train(str(tmp_path / "watched"), rows(STEPS, {})), plain)
 
 
+def test_the_place_in_the_data_is_gone_back_to_whatever_a_resume_does(tmp_path):
+    options = {"ignore_data_skip": True}
+    wanted = train(str(tmp_path / "without"), rows(STEPS + 1, {40: None}), options)
+    assert_same(train(str(tmp_path / "with"), rows(STEPS + 1, {40: 1}), options), wanted)
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Rows without a length."""
 

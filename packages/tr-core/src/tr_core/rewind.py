@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 from collections import deque
@@ -11,11 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from tr_core.checkpoint.saving import checkpoint_parts
-from tr_core.loop import clear_gradients, log_evaluate_save, run_epochs
+from tr_core.loop import log_evaluate_save, run_epochs
 from tr_core.metric_means import accumulator_dtype
-from tr_core.model import state_held_here
 from tr_core.run import Run
+from tr_core.snapshot import Snapshot
 from tr_log import get_logger
 
 logger = get_logger("tr_core.trainer")
@@ -57,9 +55,8 @@ def run_epochs_with_rewinds(run: Run) -> None:
 class Recovery:
     """Watches losses and norms, holds a snapshot of the run in memory, and goes back to it.
 
-    A snapshot has what a checkpoint has, copied on the devices. It is taken every `snapshot_steps` steps, and after
-    each save and evaluation. Before that losses and norms of the steps since are read, at once; they are the same on
-    all ranks, and so are decisions.
+    A snapshot is taken every `snapshot_steps` steps, and after each save and evaluation. Before that losses and norms
+    of the steps since are read, at once; they are the same on all ranks, and so are decisions.
 
     Args:
         run: the run, between two steps.
@@ -71,8 +68,7 @@ class Recovery:
         self._left_out: list[tuple[int, int, int]] = []  # epoch, first sample, and one past the last
         self._steps: list[tuple[int, tuple[int, int, int], torch.Tensor, torch.Tensor]] = []
         self._begin = (run.position.epoch, run.position.samples)
-        self._snapshot: dict[str, Any] = {}
-        self._taken_at, self._logged = 0, (0.0, 0)
+        self._snapshot = Snapshot()
         self._max_steps, self._fewer = run.methods.state.max_steps, 0
         self.load_state_dict(run.restored_recovery)
 
@@ -101,7 +97,7 @@ class Recovery:
             control, step = run.methods.control, run.methods.state.global_step
             has_output = control.should_save or control.should_evaluate
             due(run)
-            if has_output or step - self._taken_at >= run.methods.args.snapshot_steps:
+            if has_output or step - (self._snapshot.step or 0) >= run.methods.args.snapshot_steps:
                 self.check()
                 self.take_snapshot()
 
@@ -143,12 +139,7 @@ class Recovery:
 
     def take_snapshot(self) -> None:
         """Copy everything that a checkpoint has. Collective. Sync: once, for the open window."""
-        run = self._run
-        run.collect_window(run.methods.state)
-        self._snapshot = {}  # first: two would be held at a time
-        self._snapshot = {name: _copied(state_held_here(part)) for name, part in self._parts().items()}
-        self._taken_at = run.methods.state.global_step
-        self._logged = (run.window.logged_loss, run.window.logged_skips)
+        self._snapshot.take(self._run)
 
     def go_back(self, spoilt: _SpoiltError) -> None:
         """Go back to the snapshot, and leave out the batches of the step from now on.
@@ -166,39 +157,10 @@ class Recovery:
             )
         if run.watch.has_other_parameters(run.methods.model):
             raise FloatingPointError(f"{what}; the model was given other parameters since, so the run cannot go back")
-        had_ended = run.methods.state.global_step >= run.methods.state.max_steps
-        run.methods.scope.inputs = None
-        clear_gradients(run.optimizer)
-        for name, part in self._parts().items():
-            part.load_state_dict(_copied(self._snapshot[name]))
+        self._snapshot.restore(run)
         run.methods.random_state.reapply()  # last: nothing may have drawn since
         self._left_out, self._steps = left_out, []
-        run.window.logged_loss, run.window.logged_skips = self._logged
-        run.window.unchecked, run.window.flops = [], 0.0
-        if run.window.tokens is not None:
-            run.window.tokens.take()  # of steps that are made again
-        run.position.is_retry = run.position.samples > 0 and not run.is_epoch_complete()
         if not run.plan.ends_by_steps:
             self._fewer += 1
             run.methods.state.max_steps = self._max_steps - self._fewer  # so that what is due at the end is done there
-        control = run.methods.control
-        control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
-        control.should_training_stop &= not had_ended
-        logger.warning("%s; going on from step %d without these samples", what, self._taken_at)
-
-    def _parts(self) -> dict[str, Any]:
-        parts: dict[str, Any] = checkpoint_parts(self._run)
-        del parts["settings"]
-        return {**parts, "trainer_state": self._run.methods.state}
-
-
-def _copied(value: Any) -> Any:
-    """Copy tensors, and what holds them."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_copied(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return copy.deepcopy(value)
+        logger.warning("%s; going on from step %d without these samples", what, self._snapshot.step)

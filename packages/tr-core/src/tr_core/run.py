@@ -331,9 +331,13 @@ class Run:
             "recovery": None if self.recovery is None else self.recovery.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore the position in the data and the log window. Another number of ranks shares the window evenly."""
-        position, ranks, skips_data = self.position, self.strategy.data, not self.methods.args.ignore_data_skip
+    def load_state_dict(self, state_dict: dict[str, Any], /, *, skips_data: bool | None = None) -> None:
+        """Restore the position in the data and the log window. Another number of ranks shares the window evenly.
+
+        `skips_data` is whether the samples before the position are left out; None for what the arguments say.
+        """
+        position, ranks = self.position, self.strategy.data
+        skips_data = not self.methods.args.ignore_data_skip if skips_data is None else skips_data
         if "foreign" in state_dict:
             saved = state_dict["foreign"]
             position.epoch, samples = derive_position(saved, self.data, self.plan.samples_per_step)
