@@ -32,7 +32,7 @@ PAGES = [
 NOT_RUN_THERE = [
     ROOT / f"packages/tr-dist/docs/{name}.md" for name in ("accelerate", "elastic", "hangs", "mesh", "sharding")
 ]
-NOT_RUN_THERE.append(ROOT / "packages/tr-core/docs/rewind.md")
+NOT_RUN_THERE += [ROOT / f"packages/tr-core/docs/{name}.md" for name in ("blame", "rewind")]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK_OF_ANY = re.compile(r"^```([\w{}]*)[^\n]*\n.*?^```", re.DOTALL | re.MULTILINE)
 # Pages whose commands are run as they are, one after the other in an empty folder; of the last, with TRL.

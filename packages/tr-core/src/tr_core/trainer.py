@@ -51,6 +51,7 @@ from tr_core.collators import DataCollatorWithPadding, default_data_collator
 from tr_core.compat.attributes import TransformersAttributes
 from tr_core.compat.refused_hooks import refuse_unknown_hooks
 from tr_core.data.batches import AskedBatches, TakeBatches
+from tr_core.data.left_out import Remaining, check_left_out, remaining
 from tr_core.data.loaders import (
     LoaderCache,
     SeededLoader,
@@ -306,6 +307,8 @@ class Trainer(TransformersAttributes):
     def check_setup(self) -> None:
         """Raise if the arguments need what this Trainer did not get, or what is not possible."""
         args, computes_loss = self.args, self.overrides("compute_loss", "training_step")
+        if args.leave_out_samples is not None and not isinstance(self.train_dataset, Remaining | None):
+            self._set("train_dataset", remaining(self.train_dataset, args.leave_out_samples))
         check_data(args, self.model, self.train_dataset, self.eval_dataset, self.overrides)
         check_label_names(args, self.model, self.loss_function is not None, computes_loss)
         check_options(args, self.strategy)
@@ -965,6 +968,9 @@ class Trainer(TransformersAttributes):
                 loaded = self.load_model(resume)
         with stage("data"):
             loader = self.get_train_dataloader()
+            if args.leave_out_samples is not None:
+                is_own = self.overrides("get_train_dataloader")
+                check_left_out(loader, self.train_dataset, strategy.data, is_own=is_own)
             data = training_batches(loader, args, strategy.data)
             plan = make_plan(args, data)
         with stage("optimizer"):

@@ -26,6 +26,7 @@ from tr_args.constraints import (
     Numbers,
     Only,
     OptionalCount,
+    OptionalPath,
     Options,
     Steps,
     UserPath,
@@ -127,6 +128,10 @@ class DataFields:
 
     length_column_name: Annotated[str, Numbers.ORDER] = "length"
     """Column that holds the samples' lengths, for group_by_length."""
+
+    leave_out_samples: Annotated[OptionalPath, Numbers.ORDER, Later.NEW_TRAINER] = None
+    """JSON file that lists samples of the training data to leave out, as trainer blame writes it. The run is that on
+    torch.utils.data.Subset of all others; its checkpoints resume with the same samples left out."""
 
     overfit_batches: Annotated[float | None, BatchesOrShare(), Numbers.ORDER] = None
     """Train on the first so many micro-batches alone, in the same order in every epoch; below 1 it is a share of the

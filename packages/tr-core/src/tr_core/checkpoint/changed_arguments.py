@@ -16,7 +16,7 @@ from tr_args.constraints import GroupOption, Numbers
 from tr_args.schema import facts, facts_of_kind
 from tr_core.checkpoint import schedule_state as schedules
 from tr_core.checkpoint.optimizer_groups import GroupChange, apply_options, check_state_shapes, compare_groups
-from tr_core.checkpoint.settings import SAMPLES, DescribedRun, Difference, Settings
+from tr_core.checkpoint.settings import LEFT_OUT, SAMPLES, DescribedRun, Difference, Settings
 from tr_core.evaluation.best_metric import metric_name
 from tr_core.optim.schedules import FOLLOW_METRIC
 from tr_core.plan import steps_left, steps_of_epochs
@@ -222,10 +222,11 @@ def resolve_order(run: DescribedRun, saved: Mapping[str, Any], differences: Sequ
     """
     args = run.methods.args
     found = {change.name: change for change in differences}
-    changed = {name: found[name] for name in (*facts(type(args), Numbers.ORDER), SAMPLES) if name in found}
+    changed = {name: found[name] for name in (*facts(type(args), Numbers.ORDER), SAMPLES, LEFT_OUT) if name in found}
     if args.train_sampling_strategy != "group_by_length":
         changed.pop("length_column_name", None)
     changed.pop("data_seed", None)
+    changed.pop("leave_out_samples", None)  # the samples it names count, not where it is
     seeds = [_data_seed(arguments) for arguments in (saved["arguments"], args.to_dict())]
     is_seeded = run.data.order_state().get("strategy", "sequential") != "sequential"  # iterable data has its own order
     if is_seeded and seeds[0] != seeds[1]:  # either of the two arguments may set it

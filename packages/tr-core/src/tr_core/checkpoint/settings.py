@@ -23,6 +23,7 @@ from tr_core.checkpoint.adapters import is_adapter
 from tr_core.checkpoint.optimizer_groups import read_groups
 from tr_core.checkpoint.schedule_state import describe_schedule
 from tr_core.data.batches import Batches
+from tr_core.data.left_out import NOTHING, left_out_of
 from tr_core.data.position import DataPosition
 from tr_core.data.sampler import has_length
 from tr_core.plan import TrainingPlan
@@ -134,17 +135,18 @@ class Settings:
         """Return the differences from the restored checkpoint, in the order of the arguments."""
         if self.saved is None:
             return []
-        saved = {**self.saved["arguments"], **self.saved["figures"]}
+        saved = {LEFT_OUT: NOTHING, **self.saved["arguments"], **self.saved["figures"]}
         current = {**shaping_arguments(self._run.methods.args), **self._figures()}
         # Skips an argument that only one of two versions has: whether it changed is unknown.
         return [Difference(n, saved[n], v) for n, v in current.items() if n in saved and saved[n] != v]
 
     def _figures(self) -> dict[str, Any]:
-        """Return the figures that the numbers of a run depend on: its numbers of processes and samples."""
+        """Return the figures that the numbers of a run depend on: of processes, of samples, and which are left out."""
         own = number_of_samples(self._run)
         return {
             PROCESSES: self._run.strategy.data.world_size,
             SAMPLES: None if own is None else own + self._samples_elsewhere,
+            LEFT_OUT: left_out_of(self._run.methods.train_dataset),
         }
 
 
@@ -155,6 +157,7 @@ def shaping_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 PROCESSES, SAMPLES = "number of processes", "samples of the training data"
+LEFT_OUT = "samples left out"
 
 
 def number_of_samples(run: DescribedRun) -> int | None:
