@@ -1,12 +1,9 @@
 """Processes that compute each sample together: the numbers of one process, on every mesh, and from one to another."""
 
-import os
-import warnings
 from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from stop_at import StopAt
 from torch import nn
@@ -339,34 +336,6 @@ def test_an_optimizer_that_cannot_follow_divided_matrices_is_refused(optim, tmp_
     for text in run_ranks(refusal, 2, str(tmp_path), options, timeout_s=300):
         assert REFUSALS[optim] in text
     record_property("refused", "it needs what a divided matrix does not give")
-
-
-def build_with_divided(folder, options):
-    """Build a Trainer with each of the options, for a model that `from_pretrained` divided over two processes."""
-    meeting = f"file://{os.environ['TR_RENDEZVOUS_FILE']}_of_transformers"
-    dist.init_process_group("gloo", init_method=meeting, rank=int(os.environ["RANK"]), world_size=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
-    assert model.get_input_embeddings().weight.to_local().shape == (12, 16)
-    for given in options:
-        args = TrainingArguments(f"{folder}/out", use_cpu=True, report_to="none", save_strategy="no", **given)
-        with pytest.raises(ValueError, match=r"of LlamaForCausalLM are divided over processes already \(model.embed"):
-            Trainer(model, args, train_dataset=rows(8))
-    dist.destroy_process_group()
-
-
-DIVIDED_BEFORE = [
-    {},
-    SHARDED,
-    *({"parallelism_config": f"{name}=2"} for name in ("tp", "sp", "pp", "ep")),
-    {"strategy": "accelerate"},
-]
-
-
-def test_a_model_that_was_loaded_in_parts_is_refused_by_every_strategy(tmp_path):
-    llama().save_pretrained(tmp_path)
-    run_ranks(build_with_divided, 2, str(tmp_path), DIVIDED_BEFORE, timeout_s=300)
 
 
 class Exchanges(TorchDispatchMode):

@@ -227,7 +227,7 @@ def prepare_twice():
     ("function", "kind", "message"),
     [
         (accumulate_something_else, TypeError, r"needs the module that prepare\(\) returned, not Linear"),
-        (prepare_twice, ValueError, "divided over processes already"),
+        (prepare_twice, ValueError, "divided over the processes"),
     ],
 )
 def test_misuse_is_named(function, kind, message):

@@ -140,6 +140,7 @@ class OnDevice:
 
     Attributes:
         acts_on: which of the arguments `fsdp` and `deepspeed` the strategy applies.
+        adopts: ranks over which a model may be divided already.
         device: the device of this process.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters.
         forward_is_collective: whether a forward is an exchange between all ranks, so that each must make as many.
@@ -152,6 +153,7 @@ class OnDevice:
     """
 
     acts_on: frozenset[str] = frozenset()
+    adopts: Sequence[int] = ()
     binds_optimizer = False
     forward_is_collective = False
     rank = 0
@@ -168,8 +170,8 @@ class OnDevice:
         return self
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise `ValueError` if the model is divided over processes already."""
-        check_whole(model)
+        """Raise `ValueError` if the model is divided over processes already, but for `adopts`."""
+        check_whole(model, self.adopts)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device.
@@ -301,23 +303,34 @@ class OnDevice:
         return norm
 
 
-def check_whole(model: nn.Module) -> None:
-    """Raise `ValueError` if parameters are divided over processes already, which would share out samples wrongly."""
-    if divided := [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]:
+def check_whole(model: nn.Module, adopts: Sequence[int] = ()) -> None:
+    """Raise `ValueError` if parameters are divided over processes already, which would share out samples wrongly.
+
+    Args:
+        model: to be divided, or not.
+        adopts: ranks over which parameters may be divided.
+    """
+    ranks = {
+        name: mesh.mesh.tolist()
+        for name, parameter in model.named_parameters()
+        if (mesh := getattr(parameter, "device_mesh", None)) is not None
+    }
+    if others := [name for name, found in ranks.items() if found != list(adopts)]:
         raise ValueError(
-            f"parameters of {type(model).__name__} are divided over processes already ({some_of(divided)}), as by "
-            "from_pretrained(tp_plan='auto') or fully_shard; give the model whole: parallelism_config='tp=2', or fsdp, "
-            "divides it"
+            f"parameters of {type(model).__name__} are divided over the processes {ranks[others[0]]} already "
+            f"({some_of(others)}), as by from_pretrained(tp_plan='auto') or fully_shard; tp_size takes over what "
+            "transformers divided over its processes alone, beside replicas and shards ("
+            f"parallelism_config='tp={len(ranks[others[0]])}'), or give the model whole, and tp_size or fsdp divides it"
         )
 
 
-def check_trainable(model: nn.Module, device: torch.device) -> None:
-    """Check that a module can be trained on `device`.
+def check_trainable(model: nn.Module, device: torch.device, adopts: Sequence[int] = ()) -> None:
+    """Check that a module can be trained on `device`; `adopts` as in `check_whole`.
 
     Raises:
         ValueError: it has no trainable parameter, is wrapped or divided already, or is where it cannot be moved from.
     """
-    check_whole(model)
+    check_whole(model, adopts)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ValueError(f"the model is wrapped in {type(model).__name__} already; give prepare() its .module")
     parameters = dict(model.named_parameters())

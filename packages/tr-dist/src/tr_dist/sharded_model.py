@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def broadcast_values(model: nn.Module, device: torch.device) -> None:
-    """Copy the parameters and buffers of rank 0 to every rank, one at a time. Collective; for unsharded tensors."""
+    """Copy the parameters and buffers of rank 0 to every rank, one at a time, but those in parts. Collective."""
     for tensor in _tensors(model):
+        if isinstance(tensor, DTensor):
+            continue
         carried = tensor.detach().to(device).contiguous()
         dist.broadcast(carried, 0)
         if carried.data_ptr() != tensor.data_ptr():

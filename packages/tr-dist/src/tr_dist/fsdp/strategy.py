@@ -136,7 +136,7 @@ class FSDP(OnRanks):
         sharding = self.sharding
         has_values = not (sharding.rank0_loads and self.rank > 0)
         if has_values:
-            check_trainable(model, self.device)
+            check_trainable(model, self.device, self.adopts)
         units = choose_units(model, sharding)
         values = values_of(model) if sharding.rank0_loads and self.rank == 0 else {}
         if sharding.sync_module_states and not sharding.rank0_loads:

@@ -141,7 +141,8 @@ def share_out(
         raise ValueError(f"{of} does not divide the {number} experts of {name}; {sizes_that_divide(number)} do")
     here, first = number // size, mesh.get_local_rank() * (number // size)
     for key, parameter in parameters.items():
-        local = parameter.detach()[first : first + here].clone().to(mesh.device_type)
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        local = whole.detach()[first : first + here].clone().to(mesh.device_type)
         divided = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         module._parameters[key] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
     if getattr(module, "num_experts", number) == number:

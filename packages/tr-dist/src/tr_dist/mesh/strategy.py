@@ -91,6 +91,11 @@ class Mesh(FSDP):
         return [direction for direction in made if direction.size > 1]
 
     @property
+    def adopts(self) -> list[int]:
+        """Return the ranks over which a model may be divided already: those of `tp_size`, if it is alone."""
+        return self._whole["tp"].mesh.tolist() if self.sizes.keys() == {"tp_size"} else []
+
+    @property
     def data(self) -> DataRanks:
         """Return this process among those that compute other samples."""
         return self._data
@@ -170,6 +175,10 @@ class Mesh(FSDP):
         }
 
     def _divide(self, model: nn.Module) -> None:
+        if self.sharding.sync_module_states:
+            for parameter in model.parameters():
+                if isinstance(parameter, DTensor):  # loaded in parts, of which each goes to its replicas
+                    dist.broadcast(parameter.detach().to_local(), group=self._data.group, group_src=0)
         for direction in self._directions:
             direction.divide(model, self._whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -102,6 +103,7 @@ class Tensor(Direction):
         """Check the plan and the sizes; see `Direction.check`."""
         styles = self._styles(model)
         check_sizes(model, styles, self.size, self._started)
+        check_parts(model, styles)
         if self._others and "colwise_loss_parallel" in styles.values():
             raise ValueError(
                 f"tp_plan: 'colwise_loss_parallel' is not done with {self._others[0]}; use 'colwise_gather_output'"
@@ -111,6 +113,7 @@ class Tensor(Direction):
         """Divide the modules of the plan; see `Direction.divide`."""
         styles = self._styles(model)
         self._has_parts = "colwise_loss_parallel" in styles.values()
+        take_over(model, mesh["tp"])
         divide(model, styles, mesh["tp"])
         divided = [module for name, module in model.named_modules() if styles.get(name, "").startswith("colwise")]
         self._given = share_inputs(divided, mesh["tp"])
@@ -199,6 +202,50 @@ def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int, started:
             if number % size:
                 others = sizes_that_divide(number, started)
                 raise ValueError(f"tp_size={size} does not divide {divided}={number} of {name}; {others} do")
+
+
+def check_parts(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Raise `ValueError` if the model is divided already in another way than by these styles."""
+    for name, module in model.named_modules():
+        divided = _STYLES[styles[name]][2] if name in styles else ""
+        expected = Shard(0 if divided in ("out_features", "num_embeddings") else 1)
+        parts = {key: parameter for key, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
+        if styles.get(name) == "moe_tp_experts":
+            parts = {}
+        for key, part in parts.items():
+            if not divided or (key != "bias" and part.placements != (expected,)):
+                raise ValueError(
+                    f"{name}.{key} is divided as {part.placements} already, which the plan does not "
+                    f"({styles.get(name, 'no style')}); leave tp_plan out, or load the model whole"
+                )
+        forward = vars(module).get("forward")
+        if getattr(module, "_is_hooked", False) and forward and not _forward_before(forward):
+            raise ValueError(
+                f"the forward of {name} was replaced after transformers had divided it; replace it after the "
+                "Trainer is made, or load the model whole"
+            )
+
+
+def take_over(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Take over what transformers divided as it loaded the model: the parts go on this mesh, its hooks go."""
+    taken = dict[int, nn.Parameter]()
+    for module in model.modules():
+        if vars(module).pop("_is_hooked", False) and "forward" in vars(module):
+            vars(module)["forward"] = _forward_before(module.forward)
+        for name in ("_device_mesh", "_mesh_manager", "_tp_size", "_is_distributed_loading_by_transformers"):
+            vars(module).pop(name, None)
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                part = DTensor.from_local(parameter.detach().to_local(), mesh, parameter.placements, run_check=False)
+                new = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                module._parameters[name] = taken.setdefault(id(parameter), new)
+    vars(getattr(model, "config", model)).pop("distributed_config", None)  # or save_pretrained waits for all processes
+
+
+def _forward_before(forward: Any) -> Any:
+    """Return the forward that a hook of transformers surrounds; None if it is none."""
+    within = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
+    return within.get("original_forward")
 
 
 def _of_text(config: Any) -> int:
