@@ -91,11 +91,6 @@ class Mesh(FSDP):
         return [direction for direction in made if direction.size > 1]
 
     @property
-    def adopts(self) -> list[int]:
-        """Return the ranks over which a model may be divided already: those of `tp_size`, if it is alone."""
-        return self._whole["tp"].mesh.tolist() if self.sizes.keys() == {"tp_size"} else []
-
-    @property
     def data(self) -> DataRanks:
         """Return this process among those that compute other samples."""
         return self._data
@@ -139,6 +134,8 @@ class Mesh(FSDP):
         replicas, shards = self.sharding.mesh_shape(self.world_size // together, within)
         shape = (stages, replicas, shards * pieces, parts)
         self._whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+        if self.sizes.keys() == {"tp_size"}:
+            self.adopts = self._whole["tp"].mesh.tolist()
         ranks = self._whole.mesh.view(stages, replicas, shards, pieces, parts)
         places = zip(names, ranks.shape, (ranks == self.rank).nonzero()[0].tolist(), strict=True)
         self._coordinates = {name: place for name, size, place in places if size > 1}
@@ -178,7 +175,7 @@ class Mesh(FSDP):
         if self.sharding.sync_module_states:
             for parameter in model.parameters():
                 if isinstance(parameter, DTensor):  # loaded in parts, of which each goes to its replicas
-                    dist.broadcast(parameter.detach().to_local(), group=self._data.group, group_src=0)
+                    dist.broadcast(parameter.to_local().detach(), group=self._data.group, group_src=0)
         for direction in self._directions:
             direction.divide(model, self._whole)
 

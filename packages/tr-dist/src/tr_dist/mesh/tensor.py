@@ -236,7 +236,7 @@ def take_over(model: nn.Module, mesh: DeviceMesh) -> None:
             vars(module).pop(name, None)
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
-                part = DTensor.from_local(parameter.detach().to_local(), mesh, parameter.placements, run_check=False)
+                part = DTensor.from_local(parameter.to_local().detach(), mesh, parameter.placements, run_check=False)
                 new = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 module._parameters[name] = taken.setdefault(id(parameter), new)
     vars(getattr(model, "config", model)).pop("distributed_config", None)  # or save_pretrained waits for all processes
