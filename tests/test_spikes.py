@@ -1,5 +1,6 @@
 """A run that goes back before spoilt steps ends as one on data without their batches, bit by bit."""
 
+import json
 import os
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from shared.killed import Killed
 from torch import nn
 
-from tr_core import Trainer, TrainingArguments
+from tr_core import Trainer, TrainerCallback, TrainingArguments
 from tr_dist.testing import RankError, run_ranks
 
 STEPS, BATCH = 60, 4
@@ -15,15 +16,19 @@ KINDS = {"a sample": 1, "a gradient": 2, "a spike": 3}
 
 
 class Net(nn.Module):
-    """Dropout, and rows that spoil its loss or its gradient."""
+    """Dropout, rows that spoil its loss or its gradient, and a number of samples above which memory runs out."""
 
     def __init__(self):
         super().__init__()
+        self.limit, self.failed = 1000, 0
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
 
     def forward(self, x, fault, labels=None):
         logits = self.layers(x)
+        if self.training and len(x) > self.limit:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         loss = nn.functional.cross_entropy(logits, labels)
         if (fault == 1).any():
             loss = loss * torch.nan
@@ -46,7 +51,18 @@ def rows(batches, faults, batch=BATCH):
     return found
 
 
-def train(folder, data, options=None, kill_at=None):
+class Shrinks(TrainerCallback):
+    """Leaves memory for half a batch from a step on."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step >= self.step:
+            model.limit = BATCH // 2
+
+
+def train(folder, data, options=None, kill_at=None, shrink_at=None):
     """Return weights and losses."""
     given = {
         "max_steps": STEPS,
@@ -66,10 +82,14 @@ def train(folder, data, options=None, kill_at=None):
     trainer = Trainer(Net(), TrainingArguments(folder, **given | (options or {})), train_dataset=data)
     if kill_at is not None:
         trainer.add_callback(Killed(kill_at))
+    if shrink_at is not None:
+        trainer.add_callback(Shrinks(shrink_at))
+        trainer.model.limit = 1000 if shrink_at else BATCH // 2
     trainer.train(resume_from_checkpoint=os.path.isdir(folder) and any("checkpoint-" in n for n in os.listdir(folder)))
     weights = {name: value.clone() for name, value in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
     logs = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     trainer.strategy.close()
+    assert trainer.model.failed <= 1  # a size that was found is kept
     return weights, logs
 
 
@@ -210,3 +230,53 @@ def test_elastic_runs_leave_out_the_same(tmp_path):
     data = rows(STEPS + 1, {40: 1})
     one = run_ranks(train, 1, str(tmp_path / "1"), data, options)[0]
     assert_same(run_ranks(train, 2, str(tmp_path / "2"), data, options)[0], one)
+
+
+AUTO = {"auto_find_batch_size": True}
+HALF = {"per_device_train_batch_size": BATCH // 2, "gradient_accumulation_steps": 2}
+# The step where memory runs out, that of the fault, and that from which the clean run has smaller micro-batches:
+# snapshots are those of steps 25, 32 and 39, and the steps after the one gone back to are made again with them.
+ORDERS = {
+    "memory, a snapshot, a fault": (36, 40, 36),
+    "memory, then a fault": (35, 37, 32),
+    "memory in the step of the fault": (37, 37, 32),
+    "a fault, then memory before it is seen": (38, 37, 32),
+    "a fault, then memory": (45, 20, 45),
+    "a fault, then memory in a step that is made again": (26, 30, 25),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("memory", "fault", "smaller"), ORDERS.values(), ids=ORDERS)
+def test_memory_that_runs_out_as_well(memory, fault, smaller, kind, tmp_path):
+    if kind == "a spike" and fault < 32:
+        pytest.skip("too few losses before it")
+    wanted = train(str(tmp_path / "without"), rows(STEPS + 1, {fault: None}), AUTO, None, smaller)
+    found = train(str(tmp_path / "with"), rows(STEPS + 1, {fault: KINDS[kind]}), AUTO, None, memory)
+    assert_same(found, wanted)
+    state = json.loads((tmp_path / "with/checkpoint-50/trainer_state.json").read_text())
+    assert state["train_batch_size"] == BATCH // 2
+
+
+def test_memory_that_runs_out_in_the_first_step(tmp_path):
+    wanted = train(str(tmp_path / "without"), rows(STEPS + 1, {40: None}), HALF)
+    assert_same(train(str(tmp_path / "with"), rows(STEPS + 1, {40: 1}), AUTO, None, 0), wanted)
+    stream = train(str(tmp_path / "stream"), Stream(rows(STEPS + 1, {40: 1})), AUTO, None, 0)
+    assert_same(stream, train(str(tmp_path / "clean"), Stream(rows(STEPS + 1, {40: None})), HALF))
+    whole = train(str(tmp_path / "whole"), rows(STEPS + 1, {40: None}))  # the same sums in another order
+    assert dict(whole[1]) == pytest.approx(dict(wanted[1]), rel=1e-5)
+    assert whole[1] != wanted[1]
+
+
+def test_a_common_size_of_two_ranks_and_a_fault(tmp_path):
+    wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}, 2 * BATCH), HALF)
+    data = rows(STEPS + 1, {40: 1}, 2 * BATCH)
+    assert_same(run_ranks(train, 2, str(tmp_path / "with"), data, AUTO, None, 0)[0], wanted[0])
+
+
+def test_a_resume_after_both(tmp_path):
+    wanted = train(str(tmp_path / "without"), rows(STEPS + 1, {40: None}), AUTO, None, 36)
+    data, folder = rows(STEPS + 1, {40: 1}), str(tmp_path / "with")
+    with pytest.raises(RankError):
+        run_ranks(train, 1, folder, data, AUTO, 55, 36)
+    assert_same(run_ranks(train, 1, folder, data, AUTO, None, 0)[0], wanted)

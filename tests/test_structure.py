@@ -148,7 +148,7 @@ def test_seven_files_take_a_run():
         "loop.py",
         "training.py",
         "batch_size_search.py",
-        "rewind.py",
+        "recovery.py",
         "snapshot.py",
         "checkpoint/saving.py",
         "checkpoint/restoring.py",

@@ -162,7 +162,7 @@ def test_the_epoch_begins_once_and_the_arguments_are_put_back(make_trainer):
     assert events.accumulation == {(2, 4)}
     args = trainer.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 1)
-    assert [type(callback).__name__ for callback in trainer.callback_handler.callbacks].count("_Attempts") == 0
+    assert [type(callback).__name__ for callback in trainer.callback_handler.callbacks].count("MemoryRecovery") == 0
 
 
 def test_random_numbers_that_callbacks_draw_when_a_step_begins_are_drawn_again(make_trainer):

@@ -154,7 +154,7 @@ def _rewind(args: AllFields) -> Iterator[Rule]:
         return
     if args.on_nonfinite != "log":
         yield ("on_spike", "on_nonfinite"), "leaves out steps that are not finite by itself; leave on_nonfinite out"
-    others = ("fp16", "deepspeed", "auto_find_batch_size", "step_compile")
+    others = ("fp16", "deepspeed", "step_compile")
     if refused := [name for name in others if getattr(args, name) not in (None, False, "off")]:
         yield ("on_spike", *refused), "cannot go back there; leave the others out"
 

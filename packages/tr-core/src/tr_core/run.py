@@ -165,7 +165,7 @@ class Run:
                 str(args.on_nonfinite), self.strategy, self.window, self.optimizer, methods.model_wrapped
             )
             if self.recovery is not None:
-                self.recovery.take_snapshot()  # one of before has no place for the new parameters
+                self.recovery.snapshot.take(self)  # one of before has no place for the new parameters
         self.take_settings()
         if self.capture is not None:
             self.capture.settle(self._why_not_captured())

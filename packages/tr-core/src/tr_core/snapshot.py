@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tr_core.checkpoint.saving import checkpoint_parts
-from tr_core.loop import clear_gradients
 from tr_core.model import state_held_here
 from tr_core.protocols import Stateful
 from tr_core.run import Run
@@ -75,8 +74,7 @@ class Snapshot:
             )
         position, window, control, state = run.position, run.window, run.methods.control, run.methods.state
         has_begun, had_ended = (position.epoch, position.samples) != (0, 0), state.global_step >= state.max_steps
-        run.methods.scope.inputs = None
-        clear_gradients(run.optimizer)
+        discard_step(run)
         for name, part in parts.items():
             part.load_state_dict(_converted(self._states[name], lambda value: _given_back(value, meshes)))
         # A run that was just built announces the epoch that it enters; another has done so.
@@ -90,6 +88,14 @@ class Snapshot:
             window.tokens.take()  # of steps that are made again
         control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
         control.should_training_stop &= not had_ended
+
+
+def discard_step(run: Run) -> None:
+    """Drop the inputs and the gradients of a step that does not end."""
+    run.methods.scope.inputs = None
+    for parameter in run.methods.model.parameters():
+        parameter.grad = None
+    run.optimizer.zero_grad()  # some optimizers keep gradients outside of .grad
 
 
 class _Shard(NamedTuple):

@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from tr_args import TrainingArguments
 from tr_args.serialization import make_folders_absolute
 from tr_core import loss_look, results
-from tr_core.batch_size_search import run_epochs_within_memory
 from tr_core.callback import CallbackList, adopted
 from tr_core.callbacks.defaults import default_callbacks
 from tr_core.callbacks.evaluation_weights import (
@@ -110,8 +109,8 @@ from tr_core.preemption.preemption import Preemption
 from tr_core.preflight.requested import requested, stop_if_requested
 from tr_core.protocols import Checkpointer, Restored, Strategy
 from tr_core.random_state import RandomState, separate_randomness, set_seed
+from tr_core.recovery import run_epochs_with_recovery
 from tr_core.results import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
-from tr_core.rewind import run_epochs_with_rewinds
 from tr_core.run import Run
 from tr_core.runtime.compilation import Compilation, apply_liger_kernel
 from tr_core.runtime.memory import MemoryMeter
@@ -916,14 +915,9 @@ class Trainer(TransformersAttributes):
                 run.mode.begin()
                 run.window.begin(self.state.num_input_tokens_seen)
                 run_pending(run)
-                self._train_epochs()(run)
+                recovers = self.args.on_spike is not None or self.args.auto_find_batch_size
+                (run_epochs_with_recovery if recovers else run_epochs)(run)
                 return self._finish_run(summarize(run) | read_memory())
-
-    def _train_epochs(self) -> Callable[[Run], None]:
-        """Return what trains a run's epochs, with what the arguments ask to recover from."""
-        if self.args.on_spike is not None:
-            return run_epochs_with_rewinds
-        return run_epochs_within_memory if self.args.auto_find_batch_size else run_epochs
 
     @contextmanager
     def _explained(self, data: Any) -> Iterator[None]:
