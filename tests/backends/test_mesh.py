@@ -7,6 +7,8 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from stop_at import StopAt
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BartConfig,
@@ -36,12 +38,16 @@ SHARDED = {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 60}}
 
 
 class Block(nn.Module):
+    dropout = 0.1
+
     def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
-        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1, self.training)
+        return x + nn.functional.dropout(
+            self.down(nn.functional.gelu(self.up(self.norm(x)))), self.dropout, self.training
+        )
 
 
 class Plain(nn.Module):
@@ -112,6 +118,21 @@ def in_parts(name):
     return plan | {next(key for key in plan if "head" in key): "colwise_loss_parallel"}
 
 
+def without_dropout():
+    model = Plain()
+    for block in model.layers:
+        block.dropout = 0.0  # of pieces it draws other numbers than of the whole
+    return model
+
+
+NORMS = {f"model.{name}": "sequence_parallel" for name in
+         ("layers.*.input_layernorm", "layers.*.post_attention_layernorm", "norm")}  # fmt: skip
+MODELS |= {"plain, in pieces": without_dropout, "llama, in pieces": llama, "tied, in pieces": MODELS["tied"]}
+PLANS |= {
+    "plain, in pieces": PLAN | {"layers.*.norm": "sequence_parallel", "words": "sequence_parallel"},
+    "llama, in pieces": llama().tp_plan | NORMS | {"lm_head": "colwise_loss_parallel"},
+    "tied, in pieces": MODELS["tied"]().tp_plan | NORMS,
+}
 for each in ("plain", "llama", "tied"):
     MODELS[f"{each}, loss in parts"], PLANS[f"{each}, loss in parts"] = MODELS[each], in_parts(each)
 
@@ -196,6 +217,7 @@ def in_the_night(first, *others):
     in_the_night(
         ("qwen", "tp 2, shards 2"),
         *((name, "tp 2") for name in MODELS),
+        ("llama, in pieces", "tp 2, shards 2"),
         ("tied, loss in parts", "tp 2, shards 2"),
         *((name, form) for name in ("llama", "tied") for form in ("tp 2, replicas 2", "tp 2, shards 2")),
         ("qwen", "tp 2, replicas 2"),
@@ -244,10 +266,11 @@ def row(name):
         pytest.param({"gradient_checkpointing": True}, 2e-5, marks=row("recompute"), id="recomputed"),
     ],
 )
-def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(options, tolerance, tmp_path):
-    alone = train(str(tmp_path / "alone"), "llama", ALONE | options)
+@pytest.mark.parametrize("name", ["llama", "llama, in pieces"])
+def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(name, options, tolerance, tmp_path):
+    alone = train(str(tmp_path / "alone"), name, ALONE | options)
     world, on_mesh = MESHES["tp 2, shards 2"]
-    for rank in run_ranks(train, world, str(tmp_path / "mesh"), "llama", on_mesh | options, timeout_s=300):
+    for rank in run_ranks(train, world, str(tmp_path / "mesh"), name, on_mesh | options, timeout_s=300):
         assert_close(rank, alone, tolerance)
 
 
@@ -338,6 +361,15 @@ def test_an_optimizer_that_cannot_follow_divided_matrices_is_refused(optim, tmp_
     record_property("refused", "it needs what a divided matrix does not give")
 
 
+@pytest.mark.slow
+def test_a_module_between_matrices_is_not_computed_on_pieces_of_sequences(tmp_path):
+    plan = PLANS["llama, in pieces"] | {"model.layers.*.mlp.act_fn": "sequence_parallel"}
+    for text in run_ranks(refusal, 2, str(tmp_path), MESHES["tp 2"][1] | {"tp_plan": plan}, timeout_s=300):
+        assert (
+            "of style 'sequence_parallel' got (4, 6, 16), which is not in pieces of a sequence: it is between" in text
+        )
+
+
 class Exchanges(TorchDispatchMode):
     """Takes down what processes of a sample exchange: the name, and the shape that each gives."""
 
@@ -355,38 +387,66 @@ class Exchanges(TorchDispatchMode):
 NAMES = {"all_reduce": "sum", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
 
 
+def kept(model, length):
+    """Return the bytes of what a forward keeps for its backward, and the weights."""
+    found, words = {}, torch.zeros(3, length, dtype=torch.long)
+
+    def keep(tensor):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
+        found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        return local  # and so its memory is not used again
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=words, labels=words)
+    del output
+    return sum(found.values())
+
+
 def exchange(folder, name):
-    """Return what forward and backward exchange, and what the logits are in training and not."""
+    """Return what forward and backward exchange, the logits in evaluation, and what each further position keeps."""
     args = TrainingArguments(folder, use_cpu=True, report_to="none", parallelism_config="tp=2", tp_plan=PLANS.get(name))
     trainer = Trainer(MODELS[name](), args, train_dataset=rows(4))
-    model, words = trainer.prepare().eval(), torch.zeros(3, 5, dtype=torch.long)
+    model, words = trainer.prepare().eval(), torch.zeros(3, 6, dtype=torch.long)
     with Exchanges() as forward:
         output = model(input_ids=words, labels=words)
     with Exchanges() as backward:
         trainer.strategy.backward(output["loss"])
-    if "loss in parts" in name:
+    if "loss_parallel" in str(args.tp_plan):
         with pytest.raises(AttributeError, match="are not gathered in training where the model computes the loss"):
             output["logits"].argmax(-1)
         with pytest.raises(TypeError, match="are not gathered in training"):
             torch.argmax(output["logits"], -1)
-        with torch.no_grad():
-            output = model(input_ids=words, labels=words)
-    logits = output["logits"].detach()
+    bytes_of = [kept(model, length) for length in (8, 12)]
+    with torch.no_grad():
+        logits = model(input_ids=words, labels=words)["logits"]
     trainer.strategy.close()
-    return forward.found, backward.found, logits
+    return forward.found, backward.found, logits, (bytes_of[1] - bytes_of[0]) / (3 * 4)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_step_exchanges_what_the_page_says(name, tmp_path):
     layers, size, pairs = (2, 8, 1) if name == "plain" else (2, 16, 2)
-    whole, parts = (
-        run_ranks(exchange, 2, str(tmp_path), kind, timeout_s=300)[0] for kind in (name, f"{name}, loss in parts")
-    )
-    sums = {("sum", (3, 5, size)): layers * pairs + 1}
-    assert whole[0] == {**sums, ("gather", (3, 5, 12)): 1}
-    assert parts[0] == {**sums, ("sum", (15,)): 1, ("sum", (2, 15)): 1}
+    kinds = (name, f"{name}, loss in parts", f"{name}, in pieces")
+    whole, parts, pieces = (run_ranks(exchange, 2, str(tmp_path), kind, timeout_s=300)[0] for kind in kinds)
+    number, loss = layers * pairs + 1, {("sum", (18,)): 1, ("sum", (2, 18)): 1}
+    sums = {("sum", (3, 6, size)): number}
+    assert whole[0] == {**sums, ("gather", (3, 6, 12)): 1}
+    assert parts[0] == {**sums, **loss}
     assert whole[1] == parts[1] == sums
-    torch.testing.assert_close(parts[2], whole[2])
+    gathers, scatters = (lambda n: {("gather", (3, 3, size)): n}), (lambda n: {("scatter", (6, 3, size)): n})
+    if name == "llama":
+        assert pieces[0] == {**gathers(number), **scatters(number), **loss}
+        assert pieces[1] == {**gathers(number), **scatters(number), ("sum", (size,)): number}
+        assert (
+            parts[3] - pieces[3] == number * (2 * size + 1) * 4 / 2
+        )  # of an RMSNorm: what it takes, and scaled; a root
+    else:  # words have pieces from the start
+        assert pieces[0] == {**gathers(number), **scatters(number - 1), ("gather", (3, 6, 12)): 1}
+        of_weights = {("sum", (size,)): 2 * layers, ("sum", (24, size)): 1}
+        assert pieces[1] == {**gathers(number - 1), **scatters(number), **of_weights}
+    for other in (parts, pieces):
+        torch.testing.assert_close(other[2], whole[2])
 
 
 def write_page(folder):

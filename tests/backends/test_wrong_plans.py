@@ -76,6 +76,16 @@ WRONG = {
         {SIZES: "tp=2,sp=2", "tp_plan": {"lm_head": "colwise_loss_parallel"}},
         "'colwise_loss_parallel' is not done with sp_size or cp_size; use 'colwise_gather_output'",
     ),
+    "norms of pieces of pieces": (
+        4,
+        {SIZES: "tp=2,sp=2", "tp_plan": {"model.norm": "sequence_parallel"}},
+        "'sequence_parallel' is not done with sp_size or cp_size; leave it out",
+    ),
+    "norms of pieces beside experts": (
+        2,
+        {SIZES: "tp=2", "tp_plan": {"model.norm": "sequence_parallel", "lm_head": "moe_tp_experts"}},
+        "'sequence_parallel' is not done with moe_tp_experts; leave it out",
+    ),
     "a mistyped name": (2, {SIZES: "tpp=2"}, "unknown key tpp_size; did you mean tp_size?"),
     "a size of zero": (2, {SIZES: "tp=0"}, "needs a number of processes, from 1"),
     "split batches": (2, {SIZES: "tp=2", "accelerator_config": {"split_batches": True}}, "give a replica's"),

@@ -34,6 +34,26 @@ class OfSplitHeads(ParallelStyle):
         return distribute_module(module, device_mesh, None, on_all_heads, own_heads)  # type: ignore[arg-type]
 
 
+class OnPieces(ParallelStyle):
+    """A module, as a norm, that each process computes on its piece of the sequence; its weights get all gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def piece(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            given = inputs[0]
+            if isinstance(module, nn.Embedding):
+                whole_words = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+                return whole_words.redistribute(placements=[Shard(1)]), *inputs[1:]
+            if getattr(given, "placements", None) != (Shard(1),):
+                raise ValueError(
+                    f"tp_plan: a {type(module).__name__} of style 'sequence_parallel' got {tuple(given.shape)}, which "
+                    "is not in pieces of a sequence: it is between 'colwise' and 'rowwise', or embeddings have no "
+                    "style; leave it out, or give all embeddings 'embedding_rowwise' or 'sequence_parallel'"
+                )
+            return inputs
+
+        return distribute_module(module, device_mesh, None, piece)  # type: ignore[arg-type]
+
+
 class WithOwnExperts(ParallelStyle):
     """A module of stacked experts, of which each process computes its own on the tokens that all hold."""
 
@@ -74,7 +94,18 @@ _STYLES: dict[str, tuple[ParallelStyle | None, tuple[type[nn.Module], ...], str]
     "mla_kv_a_proj": (None, (nn.Linear,), ""),  # by the model's config
     "moe_tp_experts": (WithOwnExperts(), (nn.Module,), ""),
     "replicated_with_grad_allreduce": (OfSplitHeads(), (nn.Module,), ""),
+    "sequence_parallel": (OnPieces(), (nn.Module,), ""),
 }
+_PIECES: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+# What gives pieces of sequences where the plan has a module that is computed on them.
+_INTO_PIECES: dict[str, ParallelStyle] = {
+    "rowwise": RowwiseParallel(**_PIECES),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate(), **_PIECES),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate(), **_PIECES),
+    "embedding_colwise": ColwiseParallel(**_PIECES),
+}
+_ON_PIECES = "sequence_parallel"
+_ON_WHOLE = ("mla_kv_a_proj", "moe_tp_experts")  # they take what is not in pieces
 _AS_IT_IS = ("replicate", "keep_full_weight")
 _OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
 HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "decoder_attention_heads")
@@ -104,15 +135,16 @@ class Tensor(Direction):
         styles = self._styles(model)
         check_sizes(model, styles, self.size, self._started)
         check_parts(model, styles)
-        if self._others and "colwise_loss_parallel" in styles.values():
-            raise ValueError(
-                f"tp_plan: 'colwise_loss_parallel' is not done with {self._others[0]}; use 'colwise_gather_output'"
-            )
+        used = set(styles.values())
+        for style, instead in (("colwise_loss_parallel", "use 'colwise_gather_output'"), (_ON_PIECES, "leave it out")):
+            others = [*self._others, *(used.intersection(_ON_WHOLE) if style == _ON_PIECES else ())]
+            if others and style in used:
+                raise ValueError(f"tp_plan: {style!r} is not done with {others[0]}; {instead}")
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the modules of the plan; see `Direction.divide`."""
         styles = self._styles(model)
-        self._has_parts = "colwise_loss_parallel" in styles.values()
+        self._has_parts = not {"colwise_loss_parallel", _ON_PIECES}.isdisjoint(styles.values())
         take_over(model, mesh["tp"])
         divide(model, styles, mesh["tp"])
         divided = [module for name, module in model.named_modules() if styles.get(name, "").startswith("colwise")]
@@ -210,7 +242,7 @@ def check_parts(model: nn.Module, styles: Mapping[str, str]) -> None:
         divided = _STYLES[styles[name]][2] if name in styles else ""
         expected = Shard(0 if divided in ("out_features", "num_embeddings") else 1)
         parts = {key: parameter for key, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
-        if styles.get(name) == "moe_tp_experts":
+        if styles.get(name) in ("moe_tp_experts", _ON_PIECES):
             parts = {}
         for key, part in parts.items():
             if not divided or (key != "bias" and part.placements != (expected,)):
@@ -263,6 +295,8 @@ def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> Non
     shared = _shared(model)
     config = getattr(model, "config", None)
     ways = {name: _STYLES[style][0] or WithKeyOfAllHeads(_of_text(config)) for name, style in styles.items()}
+    if _ON_PIECES in styles.values():
+        ways |= {name: _INTO_PIECES[style] for name, style in styles.items() if style in _INTO_PIECES}
     parallelize_module(model, mesh, ways)
     modules = dict(model.named_modules())
     for places in shared:
@@ -278,21 +312,25 @@ def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> Non
 def share_inputs(modules: Iterable[nn.Module], mesh: DeviceMesh) -> list[Any]:
     """Have modules of style `colwise` that get one tensor in turn, as queries, keys and values, sum its gradient once.
 
+    Of a tensor in pieces they gather it once.
+
     Returns:
         The last of these tensors, which is kept until the list is cleared.
     """
     last: list[Any] = []
 
-    def of_all(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    def share(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         given = inputs[0]
-        if isinstance(given, DTensor) or not torch.is_grad_enabled():
-            return None
-        if not last or last[0] is not given or last[1] != given._version:  # changed in place, it has another gradient
-            last[:] = given, given._version, DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+        version = 0 if given.is_inference() else given._version  # changed in place, it has another gradient
+        if not last or last[0] is not given or last[1] != version:
+            shared = (
+                given if isinstance(given, DTensor) else DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+            )
+            last[:] = given, version, shared.redistribute(placements=[Replicate()])
         return last[2], *inputs[1:]
 
     for module in modules:
-        module.register_forward_pre_hook(of_all, prepend=True)  # before that of the style, which then finds it done
+        module.register_forward_pre_hook(share, prepend=True)  # before that of the style, which then finds it done
     return last
 
 
