@@ -1,6 +1,7 @@
 """A run that goes back before spoilt steps ends as one on data without their batches, bit by bit."""
 
 import json
+import math
 import os
 
 import pytest
@@ -280,3 +281,34 @@ def test_a_resume_after_both(tmp_path):
     with pytest.raises(RankError):
         run_ranks(train, 1, folder, data, AUTO, 55, 36)
     assert_same(run_ranks(train, 1, folder, data, AUTO, None, 0)[0], wanted)
+
+
+@pytest.mark.parametrize("hides", [True, False], ids=["its default", "logging_nan_inf_filter=False"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_goes_on_with_what_a_fault_leaves(kind, hides, tmp_path):
+    """It has no way back: weights are NaN to the end, and its log says 0 by default; a spike stays in the weights."""
+    import transformers
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    common = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "learning_rate": 1e-2, "logging_steps": 10}
+    common |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+
+    def weights_and_losses(data):
+        args = transformers.TrainingArguments(str(tmp_path), **common, logging_nan_inf_filter=hides)
+        trainer = InOrder(Net(), args, train_dataset=data)
+        trainer.train()
+        losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        return trainer.model.state_dict(), losses
+
+    weights, losses = weights_and_losses(rows(STEPS + 1, {40: KINDS[kind]}))
+    clean, usual = weights_and_losses(rows(STEPS + 1, {40: None}))
+    assert losses[:4] == usual[:4]
+    if kind == "a spike":
+        assert losses[4] > 50 * usual[4]
+        assert not any(torch.equal(weights[name], clean[name]) for name in clean)
+    else:
+        assert all(value.isnan().all() for value in weights.values())
+        assert losses[5] == 0 if hides else math.isnan(losses[5])

@@ -63,6 +63,7 @@ PARTS = {
     ),
     "two-ranks": Part("A step of two ranks", "packages/tr-dist/bench/step.py", ("--rounds", "5"), writes_json=True),
     "capture": Part("Captured steps", "packages/tr-core/bench/capture.py", ("--rounds", "5"), writes_json=True),
+    "rewind": Part("What going back before a spike costs a step", "packages/tr-core/bench/rewind.py", writes_json=True),
     "frequent": Part(
         "Many logs, evaluations and saves", "packages/tr-ckpt/bench/frequent.py", ("--rounds", "5"), writes_json=True
     ),
