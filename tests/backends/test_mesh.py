@@ -15,6 +15,8 @@ from transformers import (
     BartForConditionalGeneration,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -99,6 +101,14 @@ def bart():
     )
 
 
+def granite():
+    torch.manual_seed(0)
+    model = GraniteSWAForCausalLM(GraniteSWAConfig(**SMALL, **HEADS, bos_token_id=0, eos_token_id=1))
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
 ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
 OF_BART = {
     **{f"model.*.layers.*.self_attn.{name}": style for name, style in ATTENTION.items()},
@@ -107,7 +117,7 @@ OF_BART = {
     "model.*.layers.*.fc2": "rowwise",
 }
 MODELS = {"plain": Plain, "llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "qwen": qwen}
-MODELS |= {"deepseek": deepseek, "bart": bart}
+MODELS |= {"deepseek": deepseek, "bart": bart, "granite": granite}
 PLANS = {"plain": PLAN, "bart": OF_BART}
 
 

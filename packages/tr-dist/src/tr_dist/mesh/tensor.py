@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
@@ -62,6 +63,27 @@ class WithOwnExperts(ParallelStyle):
         return module
 
 
+class WithOwnHeads(ParallelStyle):
+    """A module whose own parameters have the heads in dimension 0: each process computes with those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        for name, parameter in own.items():
+            divided = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+            module._parameters[name] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+        vars(module)["forward"] = partial(_with_local_parameters, module, module.forward)
+        return module
+
+
+def _with_local_parameters(module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    divided = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
+    module._parameters.update({name: parameter.to_local() for name, parameter in divided.items()})  # type: ignore[misc]
+    try:
+        return forward(*given, **named)
+    finally:
+        module._parameters.update(divided)
+
+
 class WithKeyOfAllHeads(ParallelStyle):
     """A projection that each process computes whole, and whose last `size` outputs are a key of all heads.
 
@@ -94,6 +116,7 @@ _STYLES: dict[str, tuple[ParallelStyle | None, tuple[type[nn.Module], ...], str]
     "mla_kv_a_proj": (None, (nn.Linear,), ""),  # by the model's config
     "moe_tp_experts": (WithOwnExperts(), (nn.Module,), ""),
     "replicated_with_grad_allreduce": (OfSplitHeads(), (nn.Module,), ""),
+    "local_params": (WithOwnHeads(), (nn.Module,), ""),
     "sequence_parallel": (OnPieces(), (nn.Module,), ""),
 }
 _PIECES: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
@@ -242,7 +265,7 @@ def check_parts(model: nn.Module, styles: Mapping[str, str]) -> None:
         divided = _STYLES[styles[name]][2] if name in styles else ""
         expected = Shard(0 if divided in ("out_features", "num_embeddings") else 1)
         parts = {key: parameter for key, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
-        if styles.get(name) in ("moe_tp_experts", _ON_PIECES):
+        if styles.get(name) in ("moe_tp_experts", "local_params", _ON_PIECES):
             parts = {}
         for key, part in parts.items():
             if not divided or (key != "bias" and part.placements != (expected,)):
