@@ -119,6 +119,7 @@ def all_ways(folder, options, leave_out):
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_leave_out_the_same(tmp_path):
     options = {"per_device_train_batch_size": 2}
     wanted, *found = run_ranks(all_ways, 2, str(tmp_path), options, listed(tmp_path / "out.json", OUT))[0]

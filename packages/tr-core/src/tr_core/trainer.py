@@ -62,7 +62,7 @@ from tr_core.data.loaders import (
     usual_order,
 )
 from tr_core.data.sampler import MicroBatch, call_sampler_method
-from tr_core.data.short_runs import dev_run_arguments, evaluates_training_batches, limited_batches, training_batches
+from tr_core.data.short_runs import arguments_of_run, evaluates_training_batches, limited_batches, training_batches
 from tr_core.data.virtual_shards import replicas
 from tr_core.evaluation.best_metric import check_best_metric, may_add_metrics, record_best
 from tr_core.evaluation.evaluation_loop import (
@@ -106,7 +106,7 @@ from tr_core.optim.parameter_rules import check_applied, read_rules
 from tr_core.optim.schedules import FOLLOW_METRIC, get_scheduler
 from tr_core.plan import TrainingPlan, make_plan
 from tr_core.preemption.preemption import Preemption
-from tr_core.preflight.requested import requested, stop_if_requested
+from tr_core.preflight.requested import replays, requested, stop_if_requested
 from tr_core.protocols import Checkpointer, Restored, Strategy
 from tr_core.random_state import RandomState, separate_randomness, set_seed
 from tr_core.recovery import run_epochs_with_recovery
@@ -263,7 +263,7 @@ class Trainer(TransformersAttributes):
         check_model(model, model_init)
         check_args(args)
         self.args = args if args is not None else TrainingArguments()
-        self.args = dev_run_arguments(self.args.check())  # again: they may have changed since their construction
+        self.args = arguments_of_run(self.args.check(), replays())  # checked again: they may have changed
         refuse_unsupported(self.args)
         self.strategy = usable_strategy(self.args, strategy)
         self._bind_process()
@@ -457,7 +457,7 @@ class Trainer(TransformersAttributes):
         check_args(args)
         if not isinstance(args, type(self.args)):
             raise TypeError(f"trainer.args is a {type(self.args).__name__}; a {type(args).__name__} cannot replace it")
-        args = dev_run_arguments(args.check())
+        args = arguments_of_run(args.check(), replays())
         self._settle_arguments(args)
         self._set("args", args)
         self._bind_process()
@@ -599,7 +599,7 @@ class Trainer(TransformersAttributes):
                 f"train() was called while this Trainer is training already, at step {self.state.global_step} of "
                 f"{self.state.max_steps}; call it when the run has ended, or train with another Trainer"
             )
-        stop_if_requested(self, resume=resume_from_checkpoint, trains=True)
+        stop_if_requested(self, resume=resume_from_checkpoint, trains=True, is_train=True)
         functions = (self.compute_metrics, self.compute_loss_func, self.preprocess_logits_for_metrics)
         if not may_add_metrics(self.overrides, self.callback_handler.callbacks, functions):
             check_best_metric(self.args, self.eval_dataset)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -277,6 +278,21 @@ class SampledBatches:
                         0, begin, sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size
                     )
                     yield MicroBatch(inputs, share.weight, share.end, share.end - begin)
+
+    def samples_of(self, position: int, size: int) -> list[tuple[Slice, list[int]]]:
+        """Return this rank's shares of the epoch's next micro-batches, with the indices of their samples in the data.
+
+        Args:
+            position: samples of the epoch before them.
+            size: number of micro-batches of a step on this rank.
+        """
+        sampler, order = self._sampler, self._sampler.order()
+        place = (sampler.num_samples, sampler.batch_size, sampler.rank, sampler.world_size)
+        if sampler.shards is None:
+            shares = [take_slice(index, position, *place) for index in range(size)]
+        else:
+            shares = list(islice(sampler.shares(position), size))
+        return [(share, [*map(int, order[share.start : share.stop])]) for share in shares]
 
     def _check_length(self, epoch: int) -> None:
         if self._length is not None and (length := len(self._loader.dataset)) != self._length:  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from tr_args import TrainingArguments
@@ -46,6 +47,11 @@ class FirstBatches:
     def iterate(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches after `position` samples, the same in every epoch."""
         return islice(self._batches.iterate(0, position), max(self._left(position), 0))
+
+    def samples_of(self, position: int, size: int) -> list[Any] | None:
+        """Return the shares of the next micro-batches with the indices of their samples; None if they are unknown."""
+        find = getattr(self._batches, "samples_of", None)
+        return None if find is None else find(position, size)
 
     def order_state(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs to repeat the order."""
@@ -116,6 +122,44 @@ def _number_of_batches(wanted: float, batches: Batches) -> int:
     return math.ceil(wanted * batches.num_batches)
 
 
+_REPLAYED = "_replayed_folder"
+_LEAVES_NOTHING = {
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "enable_jit_checkpoint": False,
+    "report_to": [],
+    "push_to_hub": False,
+}
+
+
+def folder_of_replayed(args: TrainingArguments) -> str:
+    """Return the `output_dir` of the run that is replayed."""
+    return vars(args)[_REPLAYED]
+
+
+def arguments_of_run(args: TrainingArguments, replayed: bool) -> TrainingArguments:
+    """Return the arguments of a `fast_dev_run`, or of a run that is replayed; else `args` themselves.
+
+    A replay trains as the run does, and leaves nothing: its `output_dir` is a temporary folder.
+    """
+    if not replayed or _REPLAYED in vars(args):
+        return dev_run_arguments(args)
+    changes = {"disable_tqdm": True, "profile_steps": None, "step_compile": "off"}
+    trial = _in_temporary_folder(args, "replay-", changes)
+    vars(trial)[_REPLAYED] = str(Path(args.output_dir).absolute())
+    return trial
+
+
+def _in_temporary_folder(args: TrainingArguments, prefix: str, changes: Mapping[str, Any]) -> TrainingArguments:
+    trial, folder = copy.copy(args), tempfile.mkdtemp(prefix=prefix)
+    kept = ("metric_for_best_model", "greater_is_better")  # callbacks may watch it
+    for name, value in {**_LEAVES_NOTHING, **{name: getattr(args, name) for name in kept}, **changes}.items():
+        setattr(trial, name, value)
+    trial.output_dir = folder
+    weakref.finalize(trial, shutil.rmtree, folder, ignore_errors=True)
+    return trial
+
+
 def dev_run_arguments(args: TrainingArguments) -> TrainingArguments:
     """Return the arguments of a `fast_dev_run`, or `args` themselves without it.
 
@@ -126,31 +170,19 @@ def dev_run_arguments(args: TrainingArguments) -> TrainingArguments:
     steps = int(args.fast_dev_run)
     if not steps:
         return args
-    trial, output_dir = copy.copy(args), args.output_dir
-    folder = tempfile.mkdtemp(prefix="fast_dev_run-")
     changes = {
-        "output_dir": folder,
         "max_steps": steps if args.max_steps <= 0 else min(steps, args.max_steps),
         "logging_strategy": "steps",
         "logging_steps": 1,
         "eval_delay": 0,
-        "save_strategy": "no",
-        "load_best_model_at_end": False,
-        "metric_for_best_model": args.metric_for_best_model,  # callbacks may watch it
-        "greater_is_better": args.greater_is_better,
-        "enable_jit_checkpoint": False,
-        "report_to": [],
-        "push_to_hub": False,
     }
-    for name, value in changes.items():
-        setattr(trial, name, value)
-    weakref.finalize(trial, shutil.rmtree, folder, ignore_errors=True)
+    trial = _in_temporary_folder(args, "fast_dev_run-", changes)
     logger.info(
         "fast_dev_run=%r: %d training steps, and as many batches of every evaluation and prediction; no checkpoints, "
         "trackers, Hub or best model. %s is not touched: what is saved goes to a temporary folder",
         args.fast_dev_run,
         trial.max_steps,
-        output_dir,
+        args.output_dir,
     )
     return trial
 

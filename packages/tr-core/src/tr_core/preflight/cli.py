@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,29 +93,47 @@ def check_script(script: Path, words: Sequence[str]) -> Report:
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook  # late: help and a mistyped word need no torch
 
+    handle = register_optimizer_step_pre_hook(_refuse_step)
+    try:
+        answer, error = run_script(script, words, VARIABLE, str)
+    finally:
+        handle.remove()
+    if answer is not None:
+        report = Report.from_dict(json.loads(answer))
+        report.target = str(script)
+        return report
+    if isinstance(error, PreflightDone):  # another rank has the report
+        return Report(str(script))
+    return Report(str(script), _instead(script, error))
+
+
+def run_script(
+    script: Path, words: Sequence[str], variable: str, request: Callable[[Path], str]
+) -> tuple[str | None, BaseException | None]:
+    """Run `script` as a program, and return what its Trainer answered, None without an answer, and what it raised.
+
+    Args:
+        script: a file.
+        words: its arguments.
+        variable: of the environment, by which the Trainer knows what it is asked for.
+        request: returns the variable's value for the file of the answer.
+    """
     from tr_core.changes import assigned
 
     error: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        answer, handle = Path(folder) / "report.json", register_optimizer_step_pre_hook(_refuse_step)
-        os.environ[VARIABLE] = str(answer)
+        answer = Path(folder) / "answer"
+        os.environ[variable] = request(answer)
         try:
             with assigned(sys, argv=[str(script), *words], path=[str(script.absolute().parent), *sys.path]):
                 runpy.run_path(str(script.absolute()), run_name="__main__")
         except KeyboardInterrupt:
             raise
-        except BaseException as caught:  # report whatever a script raises, SystemExit included
+        except BaseException as caught:  # whatever a script raises, SystemExit included
             error = caught
         finally:
-            del os.environ[VARIABLE]
-            handle.remove()
-        if answer.exists():
-            report = Report.from_dict(json.loads(answer.read_text(encoding="utf-8")))
-            report.target = str(script)
-            return report
-    if isinstance(error, PreflightDone):  # another rank has the report
-        return Report(str(script))
-    return Report(str(script), _instead(script, error))
+            del os.environ[variable]
+        return (answer.read_text(encoding="utf-8") if answer.exists() else None), error
 
 
 def _refuse_step(optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:

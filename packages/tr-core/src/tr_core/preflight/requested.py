@@ -1,5 +1,7 @@
 """Stop a script at the start of its run, if `trainer check` started this process.
 
+`trainer blame script.py` does so by `TR_BLAME`, which holds what to replay, as JSON.
+
 `trainer check script.py` runs the script with the environment variable `TR_PREFLIGHT` set to the path of the report.
 Every method that starts a run, an evaluation, a prediction or the saving of a model calls `stop_if_requested` first. So
 processes that the script starts itself stop at the same point, and nothing is patched.
@@ -7,6 +9,7 @@ processes that the script starts itself stop at the same point, and nothing is p
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,7 @@ from tr_args.process import read_topology
 if TYPE_CHECKING:  # a Trainer is made without what a preflight needs
     from tr_core.trainer_methods import TrainerMethods
 
-VARIABLE = "TR_PREFLIGHT"
+VARIABLE, BLAME = "TR_PREFLIGHT", "TR_BLAME"
 
 
 class PreflightDone(SystemExit):
@@ -29,13 +32,36 @@ def requested() -> bool:
     return VARIABLE in os.environ
 
 
+def replays() -> bool:
+    """Whether `trainer blame` started this process, so that it replays a step."""
+    return BLAME in os.environ
+
+
 def stop_if_requested(
-    trainer: TrainerMethods, *, resume: Any = None, evaluation_data: Any = None, trains: bool = False
+    trainer: TrainerMethods,
+    *,
+    resume: Any = None,
+    evaluation_data: Any = None,
+    trains: bool = False,
+    is_train: bool = False,
 ) -> None:
     """Run the preflight of `trainer` and end the script, if `trainer check` started this process; else do nothing.
 
-    Without `trains`, training is checked only with training data.
+    Without `trains`, training is checked only with training data. `is_train`: whether `train` calls this, which
+    `trainer blame` replays; anything else it refuses.
     """
+    if BLAME in os.environ and not trainer.is_in_train:
+        from tr_core.preflight.blame import replay
+
+        asked = json.loads(os.environ[BLAME])
+        if not Path(asked["answer"]).exists():  # a script may catch the exception
+            if not is_train:
+                raise ValueError(
+                    "trainer blame replays train(), and the script calls another method of the Trainer before it, as "
+                    "evaluate, predict, save_model or hyperparameter_search: start it with arguments that leave it out"
+                )
+            replay(trainer, asked, resume)
+        raise PreflightDone(0)
     if VARIABLE not in os.environ:
         if trainer.is_checked:
             raise RuntimeError(
