@@ -200,11 +200,10 @@ def test_samples_without_a_target_are_innocent(tmp_path):
         "import torch, blamed_run\n"
         "from shared.models import Classifier\n"
         "from tr_core import Trainer, TrainingArguments\n"
-        "rows = [{'x': torch.randn(8), 'labels': torch.tensor(-100 if i % 3 == 0 else 1)} for i in range(40)]\n"
+        "rows = [{'x': torch.randn(8), 'labels': torch.tensor(-100 if i % 2 == 0 else 1)} for i in range(40)]\n"
         "rows[9]['x'][0] = torch.inf\n"
         "args = TrainingArguments('out', max_steps=4, use_cpu=True, report_to='none', log_level='error',\n"
         "    train_sampling_strategy='sequential', per_device_train_batch_size=4)\n"
-        "rows[9]['labels'] += 101\n"
         "Trainer(Classifier(), args, train_dataset=rows).train()\n"
     )
     command = next(iter(entry_points(group="tr.commands", name="blame"))).load()
@@ -213,4 +212,4 @@ def test_samples_without_a_target_are_innocent(tmp_path):
         assert command(["--step", "3", str(script)]) == 0
     assert named(out.getvalue()) == [9]
     assert os.listdir(tmp_path) == ["classes.py"]
-    assert out.getvalue().count("no target") == 0  # 8, 10 and 11 have one; 9 has the planted one
+    assert out.getvalue().count("no target") == 2  # 8 and 10
