@@ -70,11 +70,11 @@ FORMS = {
 @pytest.mark.parametrize(
     ("name", "form"),
     in_the_night(
+        ("qwen", "tp 2"),
         ("llama", "tp 2"),
         ("llama", "tp 2, replicas 2"),
         ("llama", "tp 2, shards 2"),
         ("tied", "tp 2"),
-        ("qwen", "tp 2"),
         ("mixtral", "tp 2"),
     ),
 )

@@ -221,17 +221,18 @@ def in_the_night(first, *others):
     return [first, *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
 
 
+@pytest.mark.slow
 @pytest.mark.row("numbers")
 @pytest.mark.parametrize(
     ("name", "form"),
-    in_the_night(
+    [
         ("qwen", "tp 2, shards 2"),
         *((name, "tp 2") for name in MODELS),
         ("llama, in pieces", "tp 2, shards 2"),
         ("tied, loss in parts", "tp 2, shards 2"),
         *((name, form) for name in ("llama", "tied") for form in ("tp 2, replicas 2", "tp 2, shards 2")),
         ("qwen", "tp 2, replicas 2"),
-    ),
+    ],
 )
 def test_a_mesh_gives_the_numbers_of_one_process(name, form, tmp_path):
     accumulated = {"gradient_accumulation_steps": 3, "per_device_eval_batch_size": 2}

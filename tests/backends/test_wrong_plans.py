@@ -71,6 +71,7 @@ WRONG = {
     ),
     "pieces twice": (4, {SIZES: "cp=2,sp=2"}, "cp_size=2 is not done with pp_size, nor cp_size with sp_size"),
     "pieces of stages": (4, {SIZES: "cp=2,pp=2"}, "cp_size=2 is not done with pp_size"),
+    "heads of stages": (4, {SIZES: "sp=2,pp=2"}, "sp_size=2 is not done with pp_size"),
     "a loss in parts of pieces": (
         4,
         {SIZES: "tp=2,sp=2", "tp_plan": {"lm_head": "colwise_loss_parallel"}},

@@ -58,10 +58,6 @@ class PipelinedMesh(Mesh):
                 raise ValueError(f"{name} is not done with pp_size; leave it out")
         if args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT":
             raise ValueError("fsdp_config: state_dict_type='FULL_STATE_DICT' is not done with pp_size; leave it out")
-        if sizes_of(args).get("sp_size", 1) > 1:
-            raise ValueError(
-                "sp_size is not done with pp_size; use tp_size, ep_size, dp_shard_size or dp_replicate_size"
-            )
         pipeline = Pipeline(sizes_of(args)["pp_size"], args.pp_split, args.pp_schedule)
         return [*super().directions_of(args), pipeline]  # last: plans of the others name modules of the whole model
 
