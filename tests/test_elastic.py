@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from shared.images import Images
 from shared.killed import Killed
 from torch import nn
 
@@ -40,23 +41,6 @@ class Convolutions(nn.Module):
     def forward(self, pixel_values, labels=None):
         logits = self.layers(pixel_values)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Images(torch.utils.data.Dataset):
-    """Images that are moved, mirrored and made brighter at random whenever they are read."""
-
-    def __init__(self, number):
-        drawn = torch.Generator().manual_seed(3)
-        self.images = torch.randn(number, 3, 12, 12, generator=drawn)
-        self.labels = torch.randint(5, (number,), generator=drawn)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        x, y = torch.randint(4, (2,)).tolist()
-        image = self.images[index, :, x : x + 8, y : y + 8] * (1 + torch.rand(()))
-        return {"pixel_values": image.flip(-1) if torch.rand(()) < 0.5 else image, "labels": self.labels[index]}
 
 
 def dense_rows(number):
@@ -155,6 +139,8 @@ def test_one_two_and_four_processes_end_with_the_same_bits(subject, strategy, tm
     whole = run(subject, str(tmp_path / "whole"), (1,), options)
     assert run(subject, str(tmp_path / "2"), (2,), options) == whole
     assert run(subject, str(tmp_path / "4 1"), (4, 1), options) == whole
+    if strategy == "ddp":
+        assert run(subject, str(tmp_path / "3"), (3,), options) == whole
 
 
 def test_replicas_and_shards_of_the_model_end_with_the_same_bits(tmp_path):
@@ -324,10 +310,17 @@ def test_layers_may_be_frozen_and_freed(tmp_path):
 
 
 def three_processes(folder):
-    args = TrainingArguments(folder, use_cpu=True, report_to="none", **ELASTIC)
-    with pytest.raises(ValueError, match="virtual_shards=4 cannot be shared out over 3 processes; start 1, 2, 4"):
+    args = TrainingArguments(folder, use_cpu=True, report_to="none", elastic="bitwise", virtual_shards=2)
+    with pytest.raises(ValueError, match="virtual_shards=2 cannot be shared out over 3 processes; start at most 2"):
         Trainer(Dense(), args, train_dataset=dense_rows(40))
 
 
-def test_a_number_of_processes_that_does_not_divide_the_shards_is_refused(tmp_path):
+def three_for_shards_of_the_model(folder):
+    args = TrainingArguments(folder, use_cpu=True, report_to="none", fsdp="full_shard", **ELASTIC)
+    with pytest.raises(ValueError, match="elastic with fsdp needs a power of two of processes, not 3; start 2"):
+        Trainer(Dense(), args, train_dataset=dense_rows(40))
+
+
+def test_a_number_of_processes_that_cannot_share_is_refused(tmp_path):
     run_ranks(three_processes, 3, str(tmp_path))
+    run_ranks(three_for_shards_of_the_model, 3, str(tmp_path))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tr_dist.elastic import TreeSum, add_over_ranks, added_in_pairs, halved, squares_of_rows
+from tr_dist.elastic import TreeSum, added_in_pairs, halved, put_together, scattered, squares_of_rows
 from tr_dist.testing import run_ranks
 
 
@@ -39,22 +39,25 @@ def test_sums_in_order_have_other_bits():
     assert not torch.equal(in_order, tree(leaves(8)))
 
 
-def added(rank_parts):
-    import torch.distributed as dist
-
+def added(shards):
     from tr_dist import DDP
 
     with DDP(use_cpu=True) as strategy:
-        mine = [part.clone() for part in rank_parts[strategy.rank]]
-        add_over_ranks(mine, dist.get_world_size())
-        return mine
+        total, size = TreeSum(), strategy.world_size
+        for first in range(0, len(shards), size):
+            mine = shards[min(first + strategy.rank, len(shards) - 1)]
+            for part in scattered(mine, len(shards) - first):
+                total.add([part.clone()])
+        found = [torch.empty_like(tensor) for tensor in mine]
+        put_together(found, total.total[0])
+        return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_have_the_sum_of_the_tree(ranks):
-    parts = [[leaf, leaf[:7].reshape(7, 1) * 3] for leaf in leaves(ranks)]
+@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (2, 8), (3, 8), (4, 4), (5, 8)])
+def test_ranks_have_the_sum_of_the_tree(ranks, shards):
+    parts = [[leaf, leaf[:7].reshape(7, 1) * 3] for leaf in leaves(shards)]
     expected = [tree([part[place] for part in parts]) for place in (0, 1)]
-    for found in run_ranks(added, ranks, parts):
+    for found in run_ranks(added, ranks, parts):  # each has all shards, and adds its own
         for mine, wanted in itertools.zip_longest(found, expected):
             assert torch.equal(mine, wanted)
 

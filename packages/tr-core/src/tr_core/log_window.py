@@ -69,8 +69,8 @@ class LogWindow:
     Args:
         strategy: this process among those with other samples.
         tokens: counts them.
-        shards: number of virtual shards that this rank computes, with which sums do not depend on the order of what is
-            added; 0 without.
+        share: of a virtual shard's loss in the mean over ranks: their number by that of shards. With it sums do not
+            depend on the order of what is added. None without.
 
     Attributes:
         counters: called with every micro-batch; they count tokens and floating-point operations.
@@ -90,12 +90,12 @@ class LogWindow:
         logged_skips: number of updates that were skipped in them.
     """
 
-    def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None, *, shards: int = 0) -> None:
-        self.tokens, self.means, self._shards = tokens, MetricWindow(strategy, is_exact=shards > 0), shards
+    def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None, *, share: float | None = None) -> None:
+        self.tokens, self.means, self._share = tokens, MetricWindow(strategy, is_exact=share is not None), share
         self.counters: list[Callable[[MicroBatch], None]] = []
         self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] = dict
         self.filters_nonfinite = False
-        self._zero = torch.zeros((), dtype=torch.float64 if shards else torch.float32, device=strategy.device)
+        self._zero = torch.zeros((), dtype=torch.float32 if share is None else torch.float64, device=strategy.device)
         self.step_loss = self.loss_sum = self._loss_before_step = self._zero
         self.num_nonfinite = self.num_skipped = torch.zeros_like(self._zero, dtype=torch.int64)
         self.unchecked: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -124,8 +124,8 @@ class LogWindow:
         """Add a micro-batch: its share of the step's loss, a scalar, its tokens and its operations."""
         if loss.device != self._zero.device:  # as of a model that is divided over devices, or a constant of the host
             loss = to_device(loss, self._zero.device)
-        if self._shards:
-            loss = on_grid(loss * self._shards) / self._shards  # exact: a power of two
+        if self._share is not None:
+            loss = on_grid(loss) * self._share  # exact: both are whole numbers, divided by powers of two
         # The first loss of a step is its sum, unless its type is another one, which would lose precision.
         is_first = self.step_loss is self._zero and loss.dtype is self._zero.dtype
         self.step_loss = loss if is_first else self.step_loss + loss

@@ -62,10 +62,11 @@ def train_step(run: Run, step: StepData) -> None:
     """Run one optimizer step. Its loss and gradient norm stay on the device."""
     methods, strategy, optimizer, window = run.methods, run.strategy, run.optimizer, run.window
     scope, model, state, fire = methods.scope, methods.model_wrapped, methods.state, methods.callback_handler.fire
-    scope.size, scope.number, number = step.size, 0, 0
+    scope.size = step.size if run.shards is None else step.size // len(run.shards.own)
+    scope.number = number = 0
     window.begin_step(state.global_step)
     fire("on_step_begin")
-    compute = partial(_compute, run, step.num_items)
+    compute = partial(_compute, run, step)
     if run.shards is not None:
         compute = run.shards.seeding(compute, methods.args.seed, state.global_step, step.size, strategy.device)
     inputs_of = partial(methods.inputs_of_schedule, num_items=step.num_items)
@@ -96,16 +97,16 @@ def train_step(run: Run, step: StepData) -> None:
     fire("on_step_end")
 
 
-def _compute(run: Run, num_items: torch.Tensor | None, batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
+def _compute(run: Run, step: StepData, batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
     """Run forward and backward of a micro-batch, and return it with its share of the step's loss."""
     methods, scope = run.methods, run.methods.scope
     scope.number += 1
-    is_last = scope.number == scope.size
-    scope.weight, scope.total, scope.is_last, scope.inputs = batch.weight, batch.total, is_last, batch.inputs
+    scope.weight, scope.total, scope.inputs = batch.weight, batch.total, batch.inputs
+    scope.is_last, is_last = scope.number == step.size, scope.number % scope.size == 0
     if not methods.model.training:
         run.mode.restore()
     with run.strategy.accumulate(methods.model_wrapped, sync=run.plan.syncs_each_batch or is_last):
-        return batch, methods.step_function(methods.model_wrapped, batch.inputs, num_items)
+        return batch, methods.step_function(methods.model_wrapped, batch.inputs, step.num_items)
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -117,13 +117,14 @@ class LossRule:
         compute_loss_func: Callable[..., Any] | None,
         strategy: Collectives,
         *,
+        replicas: int | None = None,
         average_tokens_across_devices: bool = True,
         declared: Callable[[], bool | None] = lambda: None,
         divides_itself: bool | None = None,
         first_is_target: Callable[[Any], bool | None] = lambda inputs: None,
     ) -> None:
-        self._strategy = strategy
-        self._over_ranks = average_tokens_across_devices and strategy.world_size > 1
+        self._strategy, self._replicas = strategy, replicas or strategy.world_size
+        self._over_ranks = average_tokens_across_devices and self._replicas > 1
         self._function, self._declared = compute_loss_func, declared
         self._model_takes_count = accepts_count(model)
         self._function_takes_count = compute_loss_func is not None and takes_argument(
@@ -215,7 +216,7 @@ class LossRule:
 
     def asks(self, size: int, is_scaled: bool | None) -> bool:
         """Whether a loss must be looked at: what it is divided by is not known and matters. The same on all ranks."""
-        matters = size > 1 or self._strategy.world_size > 1
+        matters = size > 1 or self._replicas > 1
         return self.is_open and matters and (is_scaled is None or (is_scaled and self._over_ranks))
 
     def observe(self, look: Callable[[], Pair], *, has_targets: bool, is_scaled: bool | None) -> None:
@@ -294,7 +295,7 @@ class LossRule:
         if division is not Division.MEAN:
             if weight == 0.0:  # a filler sample that belongs to another rank, which counts it
                 return loss * 0.0
-            return loss * self._strategy.world_size if self._over_ranks and division is Division.COUNTED else loss
+            return loss * self._replicas if self._over_ranks and division is Division.COUNTED else loss
         if weight != 1.0:
             loss = loss * weight
         return loss / size if size > 1 else loss

@@ -114,7 +114,7 @@ class Run:
                 f"elastic draws random numbers by shard, and {', '.join(own)} of the model is a generator of its own; "
                 "draw from torch's, which is seeded for each micro-batch"
             )
-        window = LogWindow(strategy.data, tokens, shards=0 if shards is None else len(shards.own))
+        window = LogWindow(strategy.data, tokens, share=None if shards is None else strategy.data.world_size / shards.number)
         guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         updates = Updates(strategy, optimizer, guard)
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.

@@ -502,6 +502,7 @@ class Trainer(TransformersAttributes):
                 inner,
                 self.loss_function,
                 self.strategy.data,
+                replicas=replicas(args, self.strategy.data),
                 average_tokens_across_devices=averages,
                 declared=self.declared_loss_kwargs,
                 divides_itself=None if is_function else True,
@@ -1294,7 +1295,7 @@ class Trainer(TransformersAttributes):
 
     def _log_parts(self, parts: dict[str, torch.Tensor], division: Division) -> None:
         """Log what `compute_loss` returned in addition to the loss: this micro-batch's share of the step's values."""
-        window, size, ranks = self.scope.metrics, self.scope.size, self.strategy.data.world_size
+        window, size, ranks = self.scope.metrics, self.scope.size, replicas(self.args, self.strategy.data)
         if window is not None:
             for name, value in parts.items():
                 share = self.loss_rule.share(value, division, size, self.scope.weight)

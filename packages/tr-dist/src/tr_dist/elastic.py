@@ -1,15 +1,15 @@
 """Train with the same bits on any number of processes: a step is computed in shards, and summed in a fixed tree.
 
-A step has `virtual_shards` shards. Process r of W computes those numbered r, r + W, r + 2 W, ..., each by itself. After
-each, the gradients of W neighbouring shards are added over the processes, neighbours first; their sums are added in
-this process. With powers of two, that is one tree of additions over all shards, whatever W is. Divisions are by powers
-of two, which round nothing.
+A step has `virtual_shards` shards, a power of two. Process r of W computes those numbered r, r + W, r + 2 W, ..., each
+by itself. Their gradients are added in one tree over all shards, neighbours first, whatever W is. Each process adds a
+part of the numbers: after W neighbouring shards it gets its part of their gradients, and at the end of the step all get
+the sums. With shards of a model a process keeps its part, and W must be a power of two. Divisions are by powers of two,
+which round nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import clip_to_norm, some_of
-from tr_dist.ddp import DDP
+from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of
+from tr_dist.environment import rank_device, read_environment
 from tr_dist.fsdp import FSDP
+from tr_dist.replica import moved
 from tr_log import get_logger, info_once
 
-_BUCKET = 2**23  # numbers that are exchanged at once: their sum takes the memory of twice as many
+_BUCKET = 2**23  # numbers that are exchanged at once, which takes the memory of twice as many
 _logger = get_logger(__name__)
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -50,24 +51,28 @@ class Elastic:
     shards: int
     _number: int
     _threads: int | None = None
-    _ends_shard = False
+    _model: nn.Module | None = None
     _same: tuple[list[int], set[int]] = ([], set())  # trainable parameters, and which of them have gradients
 
     def begin(self, number: int) -> None:
         """Divide steps into `number` shards.
 
         Raises:
-            ValueError: the number of processes does not divide it.
+            ValueError: there are more processes.
         """
-        if number % self.world_size:
-            fitting = ", ".join(str(2**power) for power in range(number.bit_length()))
-            raise ValueError(
-                f"virtual_shards={number} cannot be shared out over {self.world_size} processes; start {fitting}"
-            )
-        self._number, self.shards = number, number // self.world_size
+        self._number = number
+        self._share_out()
         if self.device.type == "cpu":
             self._threads = torch.get_num_threads()
             torch.set_num_threads(1)
+
+    def _share_out(self) -> None:
+        if self._number < self.world_size:
+            raise ValueError(
+                f"virtual_shards={self._number} cannot be shared out over {self.world_size} processes; start at most "
+                f"{self._number}"
+            )
+        self.shards = len(range(self.rank, self._number, self.world_size))
 
     def close(self, *, failed: bool = False) -> None:
         """Set the threads of this process as they were, and leave the process group if this object joined it."""
@@ -88,10 +93,6 @@ class Elastic:
             )
         super().bind_optimizer(model, optimizer)  # type: ignore[misc]
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of a shard's loss, which was divided by all micro-batches of this process."""
-        super().backward(loss * self.shards)  # type: ignore[misc]
-
     def run_micro_batches(
         self,
         model: nn.Module,
@@ -106,30 +107,36 @@ class Elastic:
             ValueError: the forward changed buffers, or a parameter has a gradient in some shards alone.
         """
         parameters = [p for p in cast("Any", self).unwrap(model).parameters() if p.requires_grad]
-        each, total = size // self.shards, TreeSum()
-        buffers = _versions(model)
+        each, total, buffers = size // self.shards, TreeSum(), _versions(model)
         held: list[torch.Tensor] = []
         for number, batch in enumerate(batches, start=1):
-            self._ends_shard = number % each == 0
-            done, loss = compute(batch)
-            yield done, loss
-            if self._ends_shard:
+            yield compute(batch)
+            if number % each == 0:
                 gradients = self._taken(parameters)
                 held = held or gradients
-                total.add([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+                self._add(total, gradients, number // each)
         if changed := _versions(model).items() ^ buffers.items():
             raise ValueError(
                 f"the forward changed {some_of(sorted({name for name, _ in changed}))}, such as running statistics of "
                 "a batch norm, whose values depend on the order of shards; use a norm without them, such as LayerNorm, "
                 "or freeze them with module.eval()"
             )
-        torch._foreach_mul_(total.total, 1 / self._number)
+        summed = self._summed(total, held)
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in summed], 1 / self._number)
         with_gradient = (p for index, p in enumerate(parameters) if index in self._same[1])
-        for parameter, gradient in zip(with_gradient, held, strict=True):
+        for parameter, gradient in zip(with_gradient, summed, strict=True):
             parameter.grad = gradient
 
+    def _add(self, total: TreeSum, gradients: list[torch.Tensor], turn: int) -> None:
+        """Add the gradients of the `turn`-th shards of all processes, from 1; of this process they are `gradients`."""
+        total.add([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+
+    def _summed(self, total: TreeSum, held: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sums over all shards; `held` are the gradients of this process's first."""
+        return held
+
     def _taken(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Take the gradients of a shard from the parameters, added over the processes."""
+        """Take the gradients of a shard from the parameters."""
         has = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
         trained = list(map(id, parameters))
         if trained != self._same[0]:  # the first shard, or others are frozen now
@@ -141,10 +148,6 @@ class Elastic:
         gradients = [cast("torch.Tensor", parameters[index].grad) for index in sorted(has)]
         for parameter in parameters:
             parameter.grad = None
-        return self._summed(gradients)
-
-    def _summed(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sum of a shard's gradients over the processes."""
         return gradients
 
     def clip_grad_norm(
@@ -184,18 +187,51 @@ _UNEQUAL = (
 )
 
 
-class ElasticDDP(Elastic, DDP):
+class ElasticDDP(Elastic, OnRanks):
     """Replicas with the same bits on any number of processes; see the module."""
 
-    def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[object]:
-        """Return the context of one micro-batch: gradients add up until the shard ends."""
-        return super().accumulate(model, sync=False)
+    @classmethod
+    def from_arguments(cls, args: Any) -> ElasticDDP:
+        """Build from the training arguments that concern it."""
+        environment, options = read_environment(), common_options(args)
+        return cls(environment, rank_device(environment, use_cpu=options.pop("use_cpu")), **options)
 
-    def _summed(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.world_size > 1:
-            for bucket in _buckets(gradients):
-                add_over_ranks(bucket, self.world_size)
-        return gradients
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move the model to the device, and copy the weights and buffers of rank 0 to all ranks. Collective.
+
+        Raises:
+            ValueError: it has no trainable parameter, is wrapped, has no values yet, or is on another accelerator.
+        """
+        check_trainable(model, self.device)
+        self._model = moved(model, self.device)
+        self._share_model()
+        return self._model
+
+    @torch.no_grad()
+    def _share_model(self) -> None:
+        if self.world_size > 1 and self._model is not None:
+            for tensor in (*self._model.parameters(), *self._model.buffers()):
+                sent = tensor.detach().contiguous().view(-1).view(torch.uint8)  # gloo does not know all types
+                dist.broadcast(sent, 0)
+                tensor.copy_(sent.view(tensor.dtype).view_as(tensor))
+
+    def _add(self, total: TreeSum, gradients: list[torch.Tensor], turn: int) -> None:
+        if self.world_size == 1:
+            total.add(gradients)
+            return
+        first = (turn - 1) * self.world_size
+        parts = [scattered(bucket, self._number - first) for bucket in _buckets(gradients)]
+        for of_shard in zip(*parts, strict=True):
+            total.add([part.clone() for part in of_shard])  # not all of what was received
+
+    def _summed(self, total: TreeSum, held: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.world_size == 1:
+            return held
+        for turn in range(self.shards, -(-self._number // self.world_size)):  # others have one more
+            self._add(total, held, turn + 1)
+        for bucket, part in zip(_buckets(held), total.total, strict=True):
+            put_together(bucket, part)
+        return held
 
 
 class ElasticFSDP(Elastic, FSDP):
@@ -205,6 +241,11 @@ class ElasticFSDP(Elastic, FSDP):
         """Divide steps into `number` shards; see `Elastic.begin`."""
         if self.mesh.ndim > 1:
             raise ValueError("elastic divides a model over all processes; set fsdp='full_shard auto_wrap'")
+        if self.world_size & (self.world_size - 1):
+            raise ValueError(
+                f"elastic with fsdp needs a power of two of processes, not {self.world_size}; start "
+                f"{2 ** (self.world_size.bit_length() - 1)}, or leave fsdp out"
+            )
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
             raise ValueError(f"elastic with fsdp needs a newer torch than {torch.__version__}; use strategy='ddp'")
         super().begin(number)
@@ -239,12 +280,6 @@ class ElasticFSDP(Elastic, FSDP):
                     group["fused"] = False
                     info_once(_logger, "elastic with fsdp on the CPU: the optimizer computes without its fused kernel")
         return super().step(optimizer, skip=skip)
-
-    @contextmanager
-    def accumulate(self, model: nn.Module, *, sync: bool) -> Iterator[None]:
-        """Run one micro-batch; gradients are exchanged at the end of each shard."""
-        with super().accumulate(model, sync=self._ends_shard):
-            yield
 
 
 class _TreeReduceScatter:
@@ -302,16 +337,32 @@ def added_in_pairs(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-def add_over_ranks(tensors: Sequence[torch.Tensor], ranks: int) -> None:
-    """Replace tensors of one type by their sum over all ranks, neighbours first; as many bytes as an all-reduce."""
+def scattered(tensors: Sequence[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    """Return this rank's part of the numbers in tensors of one type, of each of the first `ranks` ranks. Collective."""
+    size, here = dist.get_world_size(), dist.get_rank()
+    sent = _flat(tensors, size)
+    each = len(sent) // size
+    senders = min(ranks, size)
+    received = sent.new_empty(senders * each)
+    receives = [each if rank < senders else 0 for rank in range(size)]
+    sends = [each if here < senders else 0] * size
+    dist.all_to_all_single(received, sent[: sum(sends)], receives, sends)
+    return list(received.split(each))
+
+
+def put_together(tensors: Sequence[torch.Tensor], part: torch.Tensor) -> None:
+    """Fill tensors of one type from the parts of all ranks, in the order of `scattered`. Collective."""
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather(list(whole.split(len(part))), part)
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, values in zip(tensors, whole[: sum(sizes)].split(sizes), strict=True):
+        tensor.copy_(values.view_as(tensor))
+
+
+def _flat(tensors: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
+    """Return the numbers in tensors, and zeros, so that all ranks have as many."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    size = -(-len(flat) // ranks)
-    sent = torch.nn.functional.pad(flat, (0, size * ranks - len(flat)))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    dist.all_gather(list(sent.split(size)), added_in_pairs(received.view(ranks, size)).contiguous())
-    for tensor, part in zip(tensors, sent[: len(flat)].split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    return nn.functional.pad(flat, (0, -len(flat) % ranks))
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

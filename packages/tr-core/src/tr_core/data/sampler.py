@@ -152,7 +152,7 @@ class EpochSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         per_step = self.batch_size * self.world_size
-        shards = 1 if self.shards is None else len(self.shards.own)
+        shards = 1 if self.shards is None else self.shards.turns
         return shards * num_micro_batches(self.num_samples - self.start, per_step, self.drop_last)
 
     @property
@@ -211,6 +211,9 @@ class EpochSampler(Sampler[list[int]]):
             for shard in shards.own:
                 for index in range(first, min(first + shards.micro_batches, left)):
                     yield take_slice(index, position, self.num_samples, self.batch_size, shard, self.world_size)
+            if shards.takes_part:
+                *_, end, _ = take_slice(first, position, self.num_samples, self.batch_size, 0, self.world_size)
+                yield Slice(position, position + 1, end, 0.0)
 
 
 class MicroBatch(NamedTuple):

@@ -30,11 +30,14 @@ class VirtualShards:
         own: their numbers, from 0, in the order in which they are computed.
         number: of all shards.
         micro_batches: of a shard in a full step.
+        takes_part: whether this rank computes a batch of weight 0 where others compute one shard more, as in an
+            evaluation, whose batches are gathered.
     """
 
     own: range
     number: int
     micro_batches: int = 1
+    takes_part: bool = False
 
     @classmethod
     def of(cls, args: TrainingArguments, collectives: Collectives, *, trains: bool = True) -> VirtualShards | None:
@@ -43,7 +46,14 @@ class VirtualShards:
             return None
         number = replicas(args, collectives)
         own = range(collectives.rank, number, collectives.world_size)
-        return cls(own, number, args.gradient_accumulation_steps if trains else 1)
+        if trains:
+            return cls(own, number, args.gradient_accumulation_steps)
+        return cls(own, number, takes_part=len(own) * collectives.world_size < number)
+
+    @property
+    def turns(self) -> int:
+        """How many micro-batches this rank computes for one of each shard."""
+        return len(self.own) + self.takes_part
 
     def seeding(
         self, compute: Callable[[_Given], _Result], seed: int, step: int, size: int, device: torch.device
