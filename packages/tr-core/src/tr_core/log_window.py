@@ -90,7 +90,9 @@ class LogWindow:
         logged_skips: number of updates that were skipped in them.
     """
 
-    def __init__(self, strategy: Collectives, tokens: TokenCounter | None = None, *, share: float | None = None) -> None:
+    def __init__(
+        self, strategy: Collectives, tokens: TokenCounter | None = None, *, share: float | None = None
+    ) -> None:
         self.tokens, self.means, self._share = tokens, MetricWindow(strategy, is_exact=share is not None), share
         self.counters: list[Callable[[MicroBatch], None]] = []
         self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] = dict

@@ -121,9 +121,10 @@ def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 def what_is_due(run: Run) -> Callable[[Run], None]:
     """Return what runs what is due after a step: `log_evaluate_save`, or an override."""
+    due = run.after_step or log_evaluate_save
     if run.recovery is not None:
-        return run.recovery.after_step(run.after_step)
-    return run.after_step or log_evaluate_save
+        due = run.recovery.after_step(due)
+    return due if run.legs is None else run.legs.after_step(due)
 
 
 def log_evaluate_save(run: Run) -> None:

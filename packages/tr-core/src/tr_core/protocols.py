@@ -105,6 +105,7 @@ class Strategy(Collectives, Protocol):
         accelerator: the `accelerate.Accelerator` that it trains with, None for none.
         forward_is_collective: whether every rank must call the forward equally often.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters; the loop then does not.
+        members: who trains together, where processes come and go during a run; None elsewhere.
         schedules_micro_batches: whether `run_micro_batches` has an order of its own, in which not every process
             computes each loss. Overrides of a step are refused then.
         sizes: numbers of processes, above 1, over which each sample, or the experts, are divided, named as in
@@ -115,6 +116,7 @@ class Strategy(Collectives, Protocol):
     accelerator: Any
     forward_is_collective: bool
     binds_optimizer: bool
+    members: Any
     schedules_micro_batches: bool
     sizes: Mapping[str, int]
 

@@ -54,6 +54,8 @@ class Run:
         found_size: samples of a micro-batch on a device that `auto_find_batch_size` found to fit; None without one.
         recovery: goes back before steps that spoil the run, with `on_spike`.
         restored_recovery: its state in the checkpoint that was restored.
+        goes_on: whether it goes on from a snapshot, as a leg after others.
+        legs: what ends and begins where processes come and go; None elsewhere.
         has_saved: whether this call began to save a checkpoint.
         counts_operations: whether the operations of the next micro-batch are to be counted.
     """
@@ -82,6 +84,8 @@ class Run:
     found_size: int | None = None
     recovery: Any = None
     restored_recovery: Any = None
+    goes_on: bool = False
+    legs: Any = None
     has_saved: bool = False
     counts_operations: bool = False
 
@@ -114,7 +118,8 @@ class Run:
                 f"elastic draws random numbers by shard, and {', '.join(own)} of the model is a generator of its own; "
                 "draw from torch's, which is seeded for each micro-batch"
             )
-        window = LogWindow(strategy.data, tokens, share=None if shards is None else strategy.data.world_size / shards.number)
+        share = None if shards is None else strategy.data.world_size / shards.number
+        window = LogWindow(strategy.data, tokens, share=share)
         guard = choose_guard(str(args.on_nonfinite), strategy, window, optimizer, wrapped)
         updates = Updates(strategy, optimizer, guard)
         # A strategy that shards parameters, or wraps the optimizer in an engine, clears gradients itself.

@@ -55,6 +55,7 @@ class StrategyDefaults:
     accelerator: Any = None
     sizes: Mapping[str, int] = {}
     binds_optimizer = False
+    members: Any = None
     schedules_micro_batches = False
 
     @property
@@ -100,6 +101,9 @@ class StrategyDefaults:
         return nullcontext()
 
 
+_ATTRIBUTES = ("acts_on", "accelerator", "sizes", "members", "schedules_micro_batches")
+
+
 def complete_strategy(strategy: Any) -> Strategy:
     """Add the methods of `StrategyDefaults` that a strategy lacks, and return the same object.
 
@@ -118,7 +122,7 @@ def complete_strategy(strategy: Any) -> Strategy:
     )
     methods = [name for name in optional if not hasattr(strategy, name)]
     try:
-        for name in ("acts_on", "accelerator", "sizes", "schedules_micro_batches"):
+        for name in _ATTRIBUTES:
             if not hasattr(strategy, name):
                 setattr(strategy, name, getattr(StrategyDefaults, name))
         if not hasattr(strategy, "data"):
@@ -128,7 +132,7 @@ def complete_strategy(strategy: Any) -> Strategy:
         for name in methods:
             setattr(strategy, name, MethodType(getattr(StrategyDefaults, name), strategy))
     except AttributeError:
-        optional_attributes = ["acts_on", "accelerator", "sizes", "schedules_micro_batches", "data", "binds_optimizer"]
+        optional_attributes = [*_ATTRIBUTES, "data", "binds_optimizer"]
         lacking = ", ".join([*optional_attributes, *methods])
         raise TypeError(
             f"the strategy {type(strategy).__name__} lacks {lacking}, and no attribute can be added to it; define "

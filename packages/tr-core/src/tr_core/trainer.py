@@ -76,6 +76,7 @@ from tr_core.evaluation.gather import gather_tree, map_objects, map_tensors
 from tr_core.evaluation.metrics import EvaluationLoss, StreamingMetric, is_streaming
 from tr_core.flops import FlopCounter, ModelFacts, look_at
 from tr_core.label_smoothing import LabelSmoother
+from tr_core.legs import Legs
 from tr_core.log_window import store_counts
 from tr_core.loop import evaluate_and_report, log_evaluate_save, run_epochs
 from tr_core.loss import Division, LossRule, split_loss
@@ -266,7 +267,7 @@ class Trainer(TransformersAttributes):
         self.args = arguments_of_run(self.args.check(), replays())  # checked again: they may have changed
         refuse_unsupported(self.args)
         self.strategy = usable_strategy(self.args, strategy)
-        self._bind_process()
+        self.bind_process()
         log_launcher_settings(self.args)
         self.processing_class = one_of_two_names("processing_class", processing_class, "tokenizer", tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -460,7 +461,7 @@ class Trainer(TransformersAttributes):
         args = arguments_of_run(args.check(), replays())
         self._settle_arguments(args)
         self._set("args", args)
-        self._bind_process()
+        self.bind_process()
         self._derive()
 
     def _check_loss_func(self) -> None:
@@ -489,7 +490,7 @@ class Trainer(TransformersAttributes):
             args.label_smoothing_factor,
             averages,
             inner,
-            self.strategy,
+            self.strategy.data,
         )
         if not _same_parts(made_of, self._loss_made_of):
             self._check_loss_func()
@@ -559,7 +560,8 @@ class Trainer(TransformersAttributes):
         if args.torch_compile:
             self.compilation = Compilation(args.torch_compile_backend or "inductor", args.torch_compile_mode)
 
-    def _bind_process(self) -> None:
+    def bind_process(self) -> None:
+        """Tell arguments and logs which process this is."""
         strategy = self.strategy
         place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
         make_folders_absolute(self.args).bind(device=strategy.device, **place)
@@ -607,7 +609,11 @@ class Trainer(TransformersAttributes):
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         resume = None if self.args.fast_dev_run else resume
         with assigned(self, trial=trial), self._explained(self.train_dataset):
-            return self._run(resume, ignore_keys_for_eval)
+            if self.strategy.members is None:
+                return self._run(resume, ignore_keys_for_eval)
+            legs = Legs(self.strategy.members, self.args.snapshot_steps)
+            run = partial(self._run, resume, ignore_keys_for_eval, legs)
+            return legs.train(cast("TrainerMethods", self), run)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -870,7 +876,7 @@ class Trainer(TransformersAttributes):
 
     # A run
 
-    def _run(self, resume: Resume, ignore_keys: list[str] | None) -> TrainOutput:
+    def _run(self, resume: Resume, ignore_keys: list[str] | None, legs: Legs | None = None) -> TrainOutput:
         """Run training from its beginning or from a checkpoint to its end. `on_train_end` fires in any case."""
         # Processes with other samples have other seeds, so that dropout differs. A strategy makes weights the same.
         begin_run(self.args.build_s)
@@ -888,7 +894,7 @@ class Trainer(TransformersAttributes):
             self.memory.stage("train") as read_memory,
         ):
             with self._showing("loading"):
-                run = self._begin_run(resume, ignore_keys)
+                run = self._begin_run(resume, ignore_keys, legs)
             if is_run_complete(run):
                 self.logger.info(
                     "nothing to do: the checkpoint is at step %d of %d, and the run is complete; a larger "
@@ -904,18 +910,20 @@ class Trainer(TransformersAttributes):
                 assigned(self, current_run=run),
                 self._training_strategy(run.optimizer, run.plan, run.use_strategy),
                 preempting(run),
-                self._in_training(run.window.means, run.preemption),
+                self._in_training(run.window.means, run.preemption, legs),
                 profiled_steps(self.args, self.state, self.strategy, self.callback_handler),
             ):
                 self.random_state.reapply()
                 self.optimizer_mode.switch(self.optimizer, "train")
-                if self.args.eval_on_start and run.window.first_step == 0:
+                if self.args.eval_on_start and run.window.first_step == 0 and not run.goes_on:
                     with phase(EVALUATION):
                         self.evaluate(ignore_keys=ignore_keys)
                     run.preemption.agree_on_flags()
                 run.mode.begin()
                 run.window.begin(self.state.num_input_tokens_seen)
                 run_pending(run)
+                if legs is not None:
+                    legs.begin(run)
                 recovers = self.args.on_spike is not None or self.args.auto_find_batch_size
                 (run_epochs_with_recovery if recovers else run_epochs)(run)
                 return self._finish_run(summarize(run) | read_memory())
@@ -945,8 +953,8 @@ class Trainer(TransformersAttributes):
 
         return read
 
-    def _begin_run(self, resume: Resume, ignore_keys: list[str] | None) -> Run:
-        """Prepare model, optimizer and data, and restore the checkpoint, if any."""
+    def _begin_run(self, resume: Resume, ignore_keys: list[str] | None, legs: Legs | None) -> Run:
+        """Prepare model, optimizer and data, and restore a snapshot or the checkpoint, if any."""
         args, strategy = self.args, self.strategy
         with stage("model to device"):
             self.prepare()
@@ -975,15 +983,15 @@ class Trainer(TransformersAttributes):
         self.loaders["train_dataloader"] = loader
         self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
         run = Run.begin(cast("TrainerMethods", self), strategy, plan, data, optimizer, schedule)
-        run.ignore_keys = ignore_keys
+        run.ignore_keys, run.legs, run.goes_on = ignore_keys, legs, legs is not None and legs.restore(run)
         run.updates.own_clip = self._clip_grad_norm if self.overrides("_clip_grad_norm") else None
         resumed = None
-        if resume not in (None, False):
+        if resume not in (None, False) and not run.goes_on:
             with stage("resume"), self.loading(optimizer, schedule) as load_by_overrides:
                 resumed = resume_run(run, resume, self._fresh_state(plan), loaded)
                 if resumed is not None:
                     load_by_overrides(str(resumed))
-        begins_anew = resumed is None and args.save_strategy != "no"
+        begins_anew = resumed is None and not run.goes_on and args.save_strategy != "no"
         if begins_anew and (earlier := earlier_run(self.checkpointer(), strategy, args.output_dir)):
             self.logger.warning("%s", earlier)
         return run
@@ -1010,10 +1018,14 @@ class Trainer(TransformersAttributes):
                 use(usual)
 
     @contextmanager
-    def _in_training(self, means: MetricWindow, preemption: Preemption) -> Iterator[None]:
-        """Fire `on_train_begin` and `on_train_end` around training; the latter gets an exception as `error`."""
+    def _in_training(self, means: MetricWindow, preemption: Preemption, legs: Legs | None) -> Iterator[None]:
+        """Fire `on_train_begin` and `on_train_end` around training; the latter gets an exception as `error`.
+
+        If another leg follows, the run has not ended.
+        """
         self.is_in_train, self.scope.metrics = True, means
         error: BaseException | None = None
+        goes_on = False
         try:
             with stage("callbacks"):
                 self.fire("on_train_begin")
@@ -1021,14 +1033,15 @@ class Trainer(TransformersAttributes):
                 clock.switch(COMPUTE)
             yield
         except BaseException as caught:
-            error = caught
+            error, goes_on = caught, legs is not None and legs.goes_on_after(caught)
             preemption.wait_after(caught)
             raise
         finally:
             self.is_in_train, self.scope.metrics = False, None
             self.chosen.end()
             was_asked = self.control.should_save  # by a step whose save the end of the run prevented
-            self.fire("on_train_end", error=error)
+            if not goes_on:
+                self.fire("on_train_end", error=error)
             if self.control.should_save and not was_asked:
                 self.logger.error(
                     "should_save was set in on_train_end, when the run is over and saves no checkpoint any more; set "

@@ -144,6 +144,7 @@ class OnDevice:
         device: the device of this process.
         binds_optimizer: whether `bind_optimizer` checks or replaces an optimizer's parameters.
         forward_is_collective: whether a forward is an exchange between all ranks, so that each must make as many.
+        members: who trains together, where processes come and go; None elsewhere.
         rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
@@ -156,6 +157,7 @@ class OnDevice:
     adopts: Sequence[int] = ()
     binds_optimizer = False
     forward_is_collective = False
+    members: Any = None
     rank = 0
     local_rank = 0
     world_size = 1

@@ -9,6 +9,7 @@ which round nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -18,9 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of
-from tr_dist.environment import rank_device, read_environment
+from tr_dist.base import OnDevice, OnRanks, check_trainable, clip_to_norm, common_options, some_of
+from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp import FSDP
+from tr_dist.members import Members
 from tr_dist.replica import moved
 from tr_log import get_logger, info_once
 
@@ -68,10 +70,7 @@ class Elastic:
 
     def _share_out(self) -> None:
         if self._number < self.world_size:
-            raise ValueError(
-                f"virtual_shards={self._number} cannot be shared out over {self.world_size} processes; start at most "
-                f"{self._number}"
-            )
+            raise ValueError(_TOO_MANY.format(self._number, self.world_size))
         self.shards = len(range(self.rank, self._number, self.world_size))
 
     def close(self, *, failed: bool = False) -> None:
@@ -181,6 +180,7 @@ class Elastic:
         return norm
 
 
+_TOO_MANY = "virtual_shards={0} cannot be shared out over {1} processes; start at most {0}"
 _UNEQUAL = (
     "a parameter has a gradient in some shards of a step, and none in others; elastic needs every parameter in every "
     "loss, or in none: freeze it with requires_grad_(False), or add 0 * parameter.sum() to the loss"
@@ -188,13 +188,59 @@ _UNEQUAL = (
 
 
 class ElasticDDP(Elastic, OnRanks):
-    """Replicas with the same bits on any number of processes; see the module."""
+    """Replicas with the same bits on any number of processes; see the module.
+
+    Attributes:
+        members: who trains together, where processes come and go; None elsewhere.
+    """
+
+    members: Members | None = None
+    _alone: OnDevice | None = None
 
     @classmethod
     def from_arguments(cls, args: Any) -> ElasticDDP:
         """Build from the training arguments that concern it."""
         environment, options = read_environment(), common_options(args)
-        return cls(environment, rank_device(environment, use_cpu=options.pop("use_cpu")), **options)
+        device = rank_device(environment, use_cpu=options.pop("use_cpu"))
+        if not os.environ.get(ELASTIC_RUN):
+            return cls(environment, device, **options)
+        if environment.world_size > args.virtual_shards:
+            raise ValueError(_TOO_MANY.format(args.virtual_shards, environment.world_size))
+        if options["hang_timeout_s"] == 0:
+            raise ValueError(
+                "trainer launch --elastic needs the watch for hangs, which sees who is gone; leave hang_timeout out"
+            )
+        if device.type == "cuda" and "nccl" in str(options["backend"] or "nccl"):
+            raise ValueError(
+                "trainer launch --elastic cannot exchange by NCCL, which ends a process whose peer is gone; set "
+                "ddp_backend='gloo'"
+            )
+        alone = LaunchEnvironment(local_rank=environment.local_rank)
+        strategy = cls(alone, device, **options)
+        strategy.rank, strategy._alone = environment.rank, OnDevice(device, precision="no")
+        strategy.members = Members(strategy, environment, options["timeout_s"])
+        return strategy
+
+    @property
+    def data(self) -> Any:
+        """Return the strategy; a process that has not met the others yet is alone with all samples."""
+        return self._alone or self
+
+    def join_round(self, environment: LaunchEnvironment, store: dist.Store) -> None:
+        """Exchange with the processes of an environment, which have met at a store. Collective over them."""
+        self._join(environment, store)
+        self._alone, self._same = None, ([], set())
+        self._share_out()
+        self._share_model()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the processes; one of them may be lost once the run has ended, which is said."""
+        try:
+            super().close(failed=failed)
+        except RuntimeError as error:
+            if self.members is None or not self.members.is_over:
+                raise
+            _logger.warning("a process was lost after the run had ended: %s", error)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device, and copy the weights and buffers of rank 0 to all ranks. Collective.

@@ -16,6 +16,9 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
+ELASTIC_RUN = "TR_ELASTIC_RUN"
+"""Variable with the name of a run whose processes come and go, of `trainer launch --elastic`."""
+
 # Several steps of several jobs may share a machine: each has its own port in this range.
 _FIRST_PORT, _NUM_PORTS = 15000, 17000
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tr_dist.environment import LaunchEnvironment
+from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment
 from tr_dist.hangs.places import names_of_exchanges
 from tr_dist.hangs.watch import HangWatch, limits_of
 from tr_dist.rendezvous import meeting_place, open_store
@@ -31,6 +31,7 @@ _KEEP_ALIVE_S = 0.5
 # Seconds that a failing rank gives its backend to release operations that the others will never finish.
 _FAILED_DESTROY_S = 10.0
 
+_CONNECT_S = 20.0
 _MAX_DIMS = 14
 names_of_exchanges[__file__] = lambda code: code.co_qualname.partition(".")[2].partition(".")[0] or code.co_name
 
@@ -148,21 +149,31 @@ class ProcessGroup(Exchanges):
             raise ValueError(f"timeout_s={timeout_s:g} must be positive: the seconds to wait for other ranks")
         if hang_timeout_s is not None and hang_timeout_s < 0:
             raise ValueError(f"hang_timeout_s={hang_timeout_s:g} is negative; give seconds, or 0 for no watch")
-        self.device = device
-        self.rank, self.world_size = environment.rank, environment.world_size
-        self.local_rank = environment.local_rank
+        if os.environ.get(ELASTIC_RUN) and environment.world_size > 1:
+            raise ValueError(
+                "trainer launch --elastic needs a run that goes on with fewer processes: elastic='bitwise' and "
+                "virtual_shards, without fsdp; or start it without --elastic"
+            )
+        self.device, self.local_rank = device, environment.local_rank
         self._member, self._timeout = False, timedelta(seconds=timeout_s)
+        self._asked = backend, timeout_s, hang_timeout_s
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        self._join(environment)
+
+    def _join(self, environment: LaunchEnvironment, store: dist.Store | None = None) -> None:
+        """Join the group of the processes of an environment, which meet at its address or have met at a store."""
+        backend, timeout_s, hang_timeout_s = self._asked
+        self.rank, self.world_size = environment.rank, environment.world_size
         if not dist.is_initialized():
-            self._make(environment, _check_backend(backend, device), timeout_s)
+            self._make(environment, _check_backend(backend, self.device), timeout_s, store)
         self.backend = str(dist.get_backend_config())
         self._check_is_as_launched(backend)
         if here.is_made_here:
             here.users += 1
             self._member = True
         # Values on the host go through gloo if possible, so that they never wait for the GPU.
-        self._host = torch.device("cpu") if "gloo" in _names(self.backend) else device
+        self._host = torch.device("cpu") if "gloo" in _names(self.backend) else self.device
         self._agreeing = self._join_to_agree()
         if self._agreeing is not None and hang_timeout_s != 0:
             self._watch_for_hangs(hang_timeout_s, timeout_s)
@@ -172,16 +183,21 @@ class ProcessGroup(Exchanges):
         """Return the place of this process in each direction of a mesh, by name, from 0; empty without a mesh."""
         return {}
 
-    def _make(self, environment: LaunchEnvironment, backend: str, timeout_s: float) -> None:
-        store = open_store(environment, timeout_s=timeout_s)
+    def _make(
+        self, environment: LaunchEnvironment, backend: str, timeout_s: float, store: dist.Store | None = None
+    ) -> None:
+        have_met = store is not None  # then who does not connect soon is lost
+        store = store or open_store(environment, timeout_s=timeout_s)
         try:
             dist.init_process_group(
                 backend,
                 store=store,
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=min(timeout_s, _CONNECT_S) if have_met else timeout_s),
             )
+            if have_met:
+                dist.distributed_c10d._set_pg_timeout(self._timeout)
         except RuntimeError as error:
             raise ConnectionError(
                 f"rank {self.rank} of {self.world_size} met at {meeting_place(environment)}, but could not "

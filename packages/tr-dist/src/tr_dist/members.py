@@ -1,0 +1,144 @@
+"""Meet the processes of a run that goes on when some are lost, or come back (`trainer launch --elastic`).
+
+Torch's dynamic rendezvous does the meeting: a round of it is the processes that train together, and each process takes
+part by itself. The store is that of the launcher, which outlives all of them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment
+from tr_log import get_logger
+
+if TYPE_CHECKING:
+    from tr_dist.elastic import ElasticDDP
+
+_logger = get_logger(__name__)
+
+ENDED = "tr-run-ended"
+"""Key in the launcher's store once the run has ended: a process that fails later is not started again."""
+
+# A process without a heartbeat for three seconds is lost. Others get as long after the first has come.
+_SETTINGS = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3", "last_call_timeout": "3", "is_host": "false"}
+_POLL_S = 1.0
+_ATTEMPTS = 5  # a process may be lost while a round begins; five in a row are another fault
+_SEEN_S, _SEEN_ELSEWHERE_S = 5.0, 40.0  # how long after an error the watch may see who is gone
+
+
+class RunEndedError(RuntimeError):
+    """The run ended while this process started."""
+
+
+class Members:
+    """The processes that train together now, with this one among them.
+
+    Args:
+        strategy: what exchanges with the others; alone until `meet`.
+        launched: this process as the launcher numbers it, and the most processes that there may be.
+        timeout_s: seconds to wait for a round.
+
+    Attributes:
+        is_awaited: whether a process waits to be taken in. It is read in a thread, once a second.
+    """
+
+    def __init__(self, strategy: ElasticDDP, launched: LaunchEnvironment, timeout_s: float) -> None:
+        self._strategy, self._launched, self._timeout_s = strategy, launched, timeout_s
+        self._handler: Any = None
+        self._store: Any = None
+        self.is_awaited, self.is_over = False, False
+
+    def meet(self) -> None:
+        """Exchange with the processes that there are now, in place of those of before.
+
+        Raises:
+            RunEndedError: the run has ended.
+            ConnectionError: no round could begin.
+        """
+        for attempt in range(_ATTEMPTS):
+            self._strategy.leave(failed=attempt > 0 or bool(self._strategy.lost_ranks()))
+            store, rank, size = self._next_round()
+            try:
+                self._strategy.join_round(replace(self._launched, rank=rank, world_size=size), store)
+            except (RuntimeError, ConnectionError) as error:
+                _logger.warning("a process was lost while %d met: %s", size, str(error).partition("\n")[0])
+                continue
+            if rank == 0:
+                _logger.info("%d of at most %d processes train together", size, self._launched.world_size)
+            return
+        raise ConnectionError(f"processes met {_ATTEMPTS} times and could not exchange; the warnings above say why")
+
+    def lost_a_rank(self) -> bool:
+        """Whether a process of the round is gone; waits for seconds until that can be known."""
+        is_one_machine = self._launched.local_world_size == self._launched.world_size
+        until_s = time.monotonic() + (_SEEN_S if is_one_machine else _SEEN_ELSEWHERE_S)
+        while not (lost := self._strategy.lost_ranks()) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        for rank, why in lost.items():
+            _logger.warning("rank %d of %d is lost (%s)", rank, self._strategy.world_size, why)
+        return bool(lost)
+
+    def share(self, value: Any, source: int) -> Any:
+        """Return the value of one rank on all, with its tensors on each rank's device. Collective; through the host."""
+        buffer, device = io.BytesIO(), self._strategy.device
+        if self._strategy.rank == source:
+            torch.save(value, buffer)
+        size = torch.tensor([buffer.tell()])
+        dist.broadcast(size, source)
+        sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8) if buffer.tell() else torch.empty(0)
+        sent = sent if len(sent) else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(sent, source)
+        if self._strategy.rank == source:
+            return value
+        places = {f"cuda:{index}": str(device) for index in range(torch.cuda.device_count())}
+        return torch.load(io.BytesIO(sent.numpy().tobytes()), map_location=places, weights_only=False)
+
+    def end(self) -> None:
+        """Let no process come any more."""
+        self.is_over = True
+        self._store.set(ENDED, "yes")
+        self._handler.shutdown()
+
+    def _next_round(self) -> tuple[dist.Store, int, int]:
+        """Wait for the next round; return its store, and rank and number of processes, in the launcher's order."""
+        if self._handler is None:
+            self._handler = rendezvous.get_rendezvous_handler(
+                RendezvousParameters(
+                    backend="c10d",
+                    endpoint=f"{self._launched.master_addr}:{self._launched.master_port}",
+                    run_id=os.environ[ELASTIC_RUN],
+                    min_nodes=1,
+                    max_nodes=self._launched.world_size,
+                    join_timeout=str(int(self._timeout_s)),
+                    **_SETTINGS,
+                )
+            )
+            threading.Thread(target=self._watch, name="who waits", daemon=True).start()
+        try:
+            found = self._handler.next_rendezvous()
+        except RendezvousClosedError:
+            raise RunEndedError("the run ended while this process started; there is nothing left to do") from None
+        store, number = found.store, self._launched.rank
+        self._store = store.underlying_store
+        store.set(f"number_{found.rank}", str(number))
+        numbers = sorted(int(store.get(f"number_{rank}")) for rank in range(found.world_size))
+        self.is_awaited = False
+        return store, numbers.index(number), found.world_size
+
+    def _watch(self) -> None:
+        while not self.is_over:
+            time.sleep(_POLL_S)
+            try:
+                self.is_awaited = self._handler.num_nodes_waiting() > 0
+            except Exception:
+                return  # the launcher is gone, and ends this process
