@@ -82,7 +82,7 @@ def usable_strategy(args: TrainingArguments, given: Any = None) -> Strategy:
             "the choice to strategy='auto'"
         )
     started = _started_processes()
-    if strategy.world_size == 1 < started:
+    if strategy.world_size == 1 < started and strategy.members is None:
         raise ValueError(
             f"strategy={name!r} in one of {started} processes (WORLD_SIZE) would train {started} unrelated models; "
             "start one process, or set strategy='auto' or 'ddp'"

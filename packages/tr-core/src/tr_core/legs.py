@@ -39,9 +39,7 @@ class Legs:
     def train(self, methods: TrainerMethods, train: Callable[[], Result]) -> Result:
         """Return what `train` returns; it is called again if a process was lost, or waits."""
         while True:
-            methods.prepare()
-            self._members.meet()
-            methods.bind_process()
+            methods.meet()
             self._read = lambda: [0]
             try:
                 result = train()

@@ -267,7 +267,7 @@ class Trainer(TransformersAttributes):
         self.args = arguments_of_run(self.args.check(), replays())  # checked again: they may have changed
         refuse_unsupported(self.args)
         self.strategy = usable_strategy(self.args, strategy)
-        self.bind_process()
+        self._bind_process()
         log_launcher_settings(self.args)
         self.processing_class = one_of_two_names("processing_class", processing_class, "tokenizer", tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -461,7 +461,7 @@ class Trainer(TransformersAttributes):
         args = arguments_of_run(args.check(), replays())
         self._settle_arguments(args)
         self._set("args", args)
-        self.bind_process()
+        self._bind_process()
         self._derive()
 
     def _check_loss_func(self) -> None:
@@ -490,7 +490,7 @@ class Trainer(TransformersAttributes):
             args.label_smoothing_factor,
             averages,
             inner,
-            self.strategy.data,
+            self.strategy,
         )
         if not _same_parts(made_of, self._loss_made_of):
             self._check_loss_func()
@@ -560,8 +560,19 @@ class Trainer(TransformersAttributes):
         if args.torch_compile:
             self.compilation = Compilation(args.torch_compile_backend or "inductor", args.torch_compile_mode)
 
-    def bind_process(self) -> None:
-        """Tell arguments and logs which process this is."""
+    def meet(self) -> None:
+        """Be one of the processes that train together now."""
+        if self.has_own_checkpointer:
+            raise ValueError(
+                "trainer launch --elastic makes a checkpointer for the processes that are left, and one was given to "
+                "the Trainer; name it by the argument checkpointer"
+            )
+        self.prepare()
+        self.strategy.members.meet()
+        self._bind_process()
+        self._checkpointer = None  # of other processes
+
+    def _bind_process(self) -> None:
         strategy = self.strategy
         place = {"rank": strategy.rank, "local_rank": strategy.local_rank, "world_size": strategy.world_size}
         make_folders_absolute(self.args).bind(device=strategy.device, **place)

@@ -135,6 +135,10 @@ class TrainerMethods(Protocol):
         """Swap in the evaluation weights of an optimizer that has two sets of weights, inside a block."""
         ...
 
+    def meet(self) -> None:
+        """Be one of the processes that train together now."""
+        ...
+
     def prepare(self) -> nn.Module:
         """Apply assignments."""
         ...

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import OnDevice, OnRanks, check_trainable, clip_to_norm, common_options, some_of
+from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of
 from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp import FSDP
 from tr_dist.members import Members
@@ -195,7 +195,6 @@ class ElasticDDP(Elastic, OnRanks):
     """
 
     members: Members | None = None
-    _alone: OnDevice | None = None
 
     @classmethod
     def from_arguments(cls, args: Any) -> ElasticDDP:
@@ -217,19 +216,13 @@ class ElasticDDP(Elastic, OnRanks):
             )
         alone = LaunchEnvironment(local_rank=environment.local_rank)
         strategy = cls(alone, device, **options)
-        strategy.rank, strategy._alone = environment.rank, OnDevice(device, precision="no")
         strategy.members = Members(strategy, environment, options["timeout_s"])
         return strategy
-
-    @property
-    def data(self) -> Any:
-        """Return the strategy; a process that has not met the others yet is alone with all samples."""
-        return self._alone or self
 
     def join_round(self, environment: LaunchEnvironment, store: dist.Store) -> None:
         """Exchange with the processes of an environment, which have met at a store. Collective over them."""
         self._join(environment, store)
-        self._alone, self._same = None, ([], set())
+        self._same = ([], set())
         self._share_out()
         self._share_model()
 

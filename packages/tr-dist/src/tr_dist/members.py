@@ -11,7 +11,8 @@ import os
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,13 @@ _logger = get_logger(__name__)
 ENDED = "tr-run-ended"
 """Key in the launcher's store once the run has ended: a process that fails later is not started again."""
 
-# A process without a heartbeat for three seconds is lost. Others get as long after the first has come.
-_SETTINGS = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3", "last_call_timeout": "3", "is_host": "false"}
+_ROUNDS = "tr-rounds"  # key with the number of rounds so far
+# A process without a heartbeat for five seconds is lost. Others get three after the first has come.
+_SETTINGS = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "3", "is_host": "false"}
 _POLL_S = 1.0
+_NUMBERS_S = 10.0
 _ATTEMPTS = 5  # a process may be lost while a round begins; five in a row are another fault
 _SEEN_S, _SEEN_ELSEWHERE_S = 5.0, 40.0  # how long after an error the watch may see who is gone
-
-
-class RunEndedError(RuntimeError):
-    """The run ended while this process started."""
 
 
 class Members:
@@ -49,34 +48,44 @@ class Members:
         timeout_s: seconds to wait for a round.
 
     Attributes:
-        is_awaited: whether a process waits to be taken in. It is read in a thread, once a second.
+        is_awaited: whether a process waits to be taken in, or others went on without this one, whose heartbeats came
+            too late. It is read in a thread, once a second.
+        is_over: whether the run has ended.
     """
 
     def __init__(self, strategy: ElasticDDP, launched: LaunchEnvironment, timeout_s: float) -> None:
         self._strategy, self._launched, self._timeout_s = strategy, launched, timeout_s
         self._handler: Any = None
         self._store: Any = None
+        self._round = 0
         self.is_awaited, self.is_over = False, False
 
     def meet(self) -> None:
         """Exchange with the processes that there are now, in place of those of before.
 
         Raises:
-            RunEndedError: the run has ended.
+            SystemExit: the run ended while this process started.
             ConnectionError: no round could begin.
         """
         for attempt in range(_ATTEMPTS):
-            self._strategy.leave(failed=attempt > 0 or bool(self._strategy.lost_ranks()))
-            store, rank, size = self._next_round()
+            self._leave(failed=attempt > 0 or bool(self._strategy.lost_ranks()))
+            found = self._next_round()
             try:
-                self._strategy.join_round(replace(self._launched, rank=rank, world_size=size), store)
+                rank = self._place_in(found)
+                self._strategy.join_round(replace(self._launched, rank=rank, world_size=found.world_size), found.store)
             except (RuntimeError, ConnectionError) as error:
-                _logger.warning("a process was lost while %d met: %s", size, str(error).partition("\n")[0])
+                _logger.warning("a process was lost while %d met: %s", found.world_size, str(error).partition("\n")[0])
                 continue
+            self.is_awaited = False
             if rank == 0:
-                _logger.info("%d of at most %d processes train together", size, self._launched.world_size)
+                _logger.info("%d of at most %d processes train together", found.world_size, self._launched.world_size)
             return
         raise ConnectionError(f"processes met {_ATTEMPTS} times and could not exchange; the warnings above say why")
+
+    def _leave(self, *, failed: bool) -> None:
+        if failed and dist.is_initialized():
+            cast("Any", dist.group.WORLD).abort()  # so that others who wait for this process see it go
+        self._strategy.leave(failed=failed)
 
     def lost_a_rank(self) -> bool:
         """Whether a process of the round is gone; waits for seconds until that can be known."""
@@ -109,8 +118,8 @@ class Members:
         self._store.set(ENDED, "yes")
         self._handler.shutdown()
 
-    def _next_round(self) -> tuple[dist.Store, int, int]:
-        """Wait for the next round; return its store, and rank and number of processes, in the launcher's order."""
+    def _next_round(self) -> Any:
+        """Wait for the next round, and return what torch says of it."""
         if self._handler is None:
             self._handler = rendezvous.get_rendezvous_handler(
                 RendezvousParameters(
@@ -127,18 +136,26 @@ class Members:
         try:
             found = self._handler.next_rendezvous()
         except RendezvousClosedError:
-            raise RunEndedError("the run ended while this process started; there is nothing left to do") from None
-        store, number = found.store, self._launched.rank
-        self._store = store.underlying_store
-        store.set(f"number_{found.rank}", str(number))
-        numbers = sorted(int(store.get(f"number_{rank}")) for rank in range(found.world_size))
-        self.is_awaited = False
-        return store, numbers.index(number), found.world_size
+            _logger.warning("the run ended while this process started: there is nothing left to do")
+            raise SystemExit(0) from None
+        self._store = found.store.underlying_store
+        return found
+
+    def _place_in(self, found: Any) -> int:
+        """Return this process's rank in a round, in the order of the launcher's numbers."""
+        keys, number = [f"number_{rank}" for rank in range(found.world_size)], str(self._launched.rank)
+        found.store.set(keys[found.rank], number)
+        if found.rank == 0:
+            found.store.set("round", str(self._store.add(_ROUNDS, 1)))
+        found.store.wait([*keys, "round"], timedelta(seconds=_NUMBERS_S))
+        self._round = int(found.store.get("round"))
+        return sorted(map(int, found.store.multi_get(keys))).index(int(number))
 
     def _watch(self) -> None:
         while not self.is_over:
             time.sleep(_POLL_S)
             try:
-                self.is_awaited = self._handler.num_nodes_waiting() > 0
+                is_left_behind = self._store.add(_ROUNDS, 0) > self._round
+                self.is_awaited = is_left_behind or self._handler.num_nodes_waiting() > 0
             except Exception:
                 return  # the launcher is gone, and ends this process

@@ -379,7 +379,9 @@ class HangWatch:
 
     def _signal_the_silent(self, ranks: list[Standing]) -> bool:
         """Have silent processes of this machine write their stacks. Returns whether there are such."""
-        silent = [each.note for each in ranks if each.is_silent and each.state in ("R", "S", "D")]
+        silent = [
+            each.note for each in ranks if each.is_silent and not each.note.left and each.state in ("R", "S", "D")
+        ]
         asked = [note for note in silent if note.takes_signal]
         for note in asked:
             with contextlib.suppress(OSError):

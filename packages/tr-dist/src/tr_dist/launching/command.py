@@ -49,6 +49,10 @@ def main(argv: list[str]) -> int:
             return 0
         if launch.is_plain:
             _exec(launch)
+        if launch.goes_on:
+            from tr_dist.launching.elastic import run_elastic
+
+            return run_elastic(launch)
         from tr_dist.launching.agent import run  # the elastic agent is large, and a single process does not need it
 
         return run(launch)
@@ -87,6 +91,7 @@ def plan(options: argparse.Namespace) -> tuple[Launch, list[str]]:
         max_restarts=options.max_restarts,
         log_dir=options.log_dir,
         stop_timeout_s=options.stop_timeout,
+        goes_on=options.elastic,
         variables=variables,
         rdzv_conf=_pairs(options.rdzv_conf),
         **_nodes(options, settings),
@@ -208,7 +213,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--rdzv_endpoint", metavar="HOST:PORT", help="where machines meet that are numbered as they come")
     add("--rdzv_id", metavar="NAME", help="name of the job at that place")
     add("--rdzv_conf", metavar="NAME=VALUE,...", default="", help="further settings of torch's rendezvous")
-    add("--max_restarts", metavar="N", type=int, default=0, help="start all ranks again up to N times (default 0)")
+    add(
+        "--max_restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="start all ranks again up to N times (default 0); with --elastic, those that failed",
+    )
+    text = "go on with the processes that are left if one fails, and take it in again once it was restarted; for a run "
+    add("--elastic", action="store_true", help=text + "with elastic='bitwise' on one machine (see the page launching)")
     add("--log_dir", metavar="FOLDER", help="write the output of rank N to FOLDER/rank_N.log")
     text = "time to save and end after a signal, before ranks are killed (default 300)"
     add("--stop_timeout", metavar="SECONDS", type=float, default=300.0, help=text)

@@ -36,6 +36,7 @@ class Launch:
         max_restarts: how often all processes may be started again after one failed.
         log_dir: folder with a log file for each process; None writes the output to the terminal.
         stop_timeout_s: seconds that processes get to end after a signal was forwarded.
+        goes_on: if a process fails, the others go on, and it alone is started again.
         variables: environment variables of the processes.
 
     Raises:
@@ -54,6 +55,7 @@ class Launch:
     max_restarts: int = 0
     log_dir: str | None = None
     stop_timeout_s: float = 300.0
+    goes_on: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,8 @@ class Launch:
             raise LaunchError(
                 f"node_rank={self.node_rank} does not exist among {self.max_nodes} machines; they count from 0"
             )
+        if self.goes_on and self.max_nodes > 1:
+            raise LaunchError("--elastic keeps a job on one machine going; leave out --nnodes, or --elastic")
         if self.max_nodes > 1:
             self._check_meeting()
 
@@ -98,6 +102,8 @@ class Launch:
         lines += [
             f"variable        {name}={mask_variable(name, value)}" for name, value in sorted(self.variables.items())
         ]
+        if self.goes_on:
+            lines.append("if one fails    the others go on")
         if self.max_restarts:
             lines.append(f"restarts        {self.max_restarts}")
         if self.log_dir is not None:
@@ -109,7 +115,7 @@ class Launch:
     def is_plain(self) -> bool:
         """Whether it is a single process without rendezvous, restarts or log files."""
         alone = self.nproc == 1 and self.max_nodes == 1
-        return alone and self.max_restarts == 0 and self.log_dir is None
+        return alone and not self.goes_on and self.max_restarts == 0 and self.log_dir is None
 
 
 def visible_devices(devices: str, environ: Mapping[str, str] | None = None) -> str:
