@@ -10,8 +10,8 @@ import io
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment
+from tr_dist.process_group import here
 from tr_log import get_logger
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ ENDED = "tr-run-ended"
 _ROUNDS = "tr-rounds"  # key with the number of rounds so far
 # A process without a heartbeat for five seconds is lost. Others get three after the first has come.
 _SETTINGS = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "3", "is_host": "false"}
-_POLL_S = 1.0
+_POLL_S, _LOOK_S = 0.05, 1.0
 _NUMBERS_S = 10.0
 _ATTEMPTS = 5  # a process may be lost while a round begins; five in a row are another fault
 _SEEN_S, _SEEN_ELSEWHERE_S = 5.0, 40.0  # how long after an error the watch may see who is gone
@@ -67,12 +68,14 @@ class Members:
             SystemExit: the run ended while this process started.
             ConnectionError: no round could begin.
         """
+        self._round = 0
         for attempt in range(_ATTEMPTS):
             self._leave(failed=attempt > 0 or bool(self._strategy.lost_ranks()))
             found = self._next_round()
             try:
                 rank = self._place_in(found)
-                self._strategy.join_round(replace(self._launched, rank=rank, world_size=found.world_size), found.store)
+                store = dist.PrefixStore(f"round_{self._round}", self._store)
+                self._strategy.join_round(replace(self._launched, rank=rank, world_size=found.world_size), store)
             except (RuntimeError, ConnectionError) as error:
                 _logger.warning("a process was lost while %d met: %s", found.world_size, str(error).partition("\n")[0])
                 continue
@@ -83,9 +86,11 @@ class Members:
         raise ConnectionError(f"processes met {_ATTEMPTS} times and could not exchange; the warnings above say why")
 
     def _leave(self, *, failed: bool) -> None:
-        if failed and dist.is_initialized():
-            cast("Any", dist.group.WORLD).abort()  # so that others who wait for this process see it go
-        self._strategy.leave(failed=failed)
+        if not failed and dist.is_initialized():
+            with suppress(RuntimeError):  # one may be lost now
+                self._strategy.barrier()
+        self._strategy.leave(failed=True)
+        here.release_left()  # others who wait for this process see it go
 
     def lost_a_rank(self) -> bool:
         """Whether a process of the round is gone; waits for seconds until that can be known."""
@@ -132,13 +137,14 @@ class Members:
                     **_SETTINGS,
                 )
             )
+            host, port = self._launched.master_addr, self._launched.master_port
+            self._store = dist.TCPStore(cast("str", host), cast("int", port), is_master=False, wait_for_workers=False)
             threading.Thread(target=self._watch, name="who waits", daemon=True).start()
         try:
             found = self._handler.next_rendezvous()
         except RendezvousClosedError:
             _logger.warning("the run ended while this process started: there is nothing left to do")
             raise SystemExit(0) from None
-        self._store = found.store.underlying_store
         return found
 
     def _place_in(self, found: Any) -> int:
@@ -146,16 +152,23 @@ class Members:
         keys, number = [f"number_{rank}" for rank in range(found.world_size)], str(self._launched.rank)
         found.store.set(keys[found.rank], number)
         if found.rank == 0:
-            found.store.set("round", str(self._store.add(_ROUNDS, 1)))
-        found.store.wait([*keys, "round"], timedelta(seconds=_NUMBERS_S))
-        self._round = int(found.store.get("round"))
+            found.store.set(_ROUNDS, str(self._store.add(_ROUNDS, 1)))
+        until_s = time.monotonic() + _NUMBERS_S
+        while not found.store.check([*keys, _ROUNDS]):  # a wait would hold back the heartbeats, of the same connection
+            if time.monotonic() > until_s:
+                raise ConnectionError(f"one of {found.world_size} processes did not come within {_NUMBERS_S:g} s")
+            time.sleep(_POLL_S)
+        self._round = int(found.store.get(_ROUNDS))
         return sorted(map(int, found.store.multi_get(keys))).index(int(number))
 
     def _watch(self) -> None:
         while not self.is_over:
-            time.sleep(_POLL_S)
+            time.sleep(_LOOK_S)
+            number = self._round
             try:
-                is_left_behind = self._store.add(_ROUNDS, 0) > self._round
-                self.is_awaited = is_left_behind or self._handler.num_nodes_waiting() > 0
+                is_left_behind = self._store.add(_ROUNDS, 0) > number
+                is_awaited = is_left_behind or self._handler.num_nodes_waiting() > 0
             except Exception:
                 return  # the launcher is gone, and ends this process
+            if number == self._round > 0:  # not while processes meet
+                self.is_awaited = is_awaited
