@@ -171,9 +171,11 @@ def _elastic(args: AllFields) -> Iterator[Rule]:
         yield ("elastic", "strategy"), "is done by strategy='auto', 'ddp' or 'fsdp'"
     others = ("fp16", "deepspeed", "parallelism_config", "auto_find_batch_size", "overfit_batches")
     others += ("ddp_find_unused_parameters", "step_compile", "torch_compile", "fast_dev_run")
-    others += ("neftune_noise_alpha", "batch_eval_metrics")
+    others += ("neftune_noise_alpha", "batch_eval_metrics", "ddp_bucket_cap_mb", "ddp_static_graph")
     if refused := [name for name in others if getattr(args, name) not in (None, False, "off")]:
         yield ("elastic", *refused), "do not work together; leave the others out"
+    if not args.average_tokens_across_devices:
+        yield ("elastic", "average_tokens_across_devices"), "a step's targets are counted over all shards; leave it out"
     if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
         yield ("elastic", "accelerator_config"), "gradients are exchanged once a shard: leave sync_each_batch out"
 

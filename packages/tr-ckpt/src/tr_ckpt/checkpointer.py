@@ -140,6 +140,10 @@ class Checkpointer:
             files.warn_if_unsynced(made.directory)  # now, not at the first save
         return made
 
+    def take_over(self, former: Checkpointer) -> None:
+        """Save in place of an object of this process that saved among other ranks: one run has all checkpoints."""
+        self._known, self._sequence = former._known, former._sequence
+
     def save(
         self,
         step: int,

@@ -35,19 +35,20 @@ class Legs:
         self._members, self._every = members, every
         self._snapshot = Snapshot()
         self._read: Callable[[], list[int]] = lambda: [0]
+        self._goes_on = False
 
     def train(self, methods: TrainerMethods, train: Callable[[], Result]) -> Result:
         """Return what `train` returns; it is called again if a process was lost, or waits."""
         while True:
             methods.meet()
-            self._read = lambda: [0]
+            self._read, self._goes_on = lambda: [0], False
             try:
                 result = train()
             except LegEndedError:
                 logger.info("a process has come: going on with it from step %s", self._snapshot.step)
                 continue
             except Exception:
-                if not self._members.lost_a_rank():
+                if not self._goes_on and not self._members.lost_a_rank():
                     raise
                 logger.warning("going on without it from step %s", self._snapshot.step or 0)
                 continue
@@ -56,7 +57,9 @@ class Legs:
 
     def goes_on_after(self, error: BaseException) -> bool:
         """Whether another leg follows an exception."""
-        return isinstance(error, LegEndedError) or (isinstance(error, Exception) and self._members.lost_a_rank())
+        is_lost = isinstance(error, Exception) and not isinstance(error, LegEndedError) and self._members.lost_a_rank()
+        self._goes_on = isinstance(error, LegEndedError) or is_lost
+        return self._goes_on
 
     def restore(self, run: Run) -> bool:
         """Set a run that was just built to the newest snapshot of any rank; False if there is none. Collective."""

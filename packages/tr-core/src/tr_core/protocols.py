@@ -360,6 +360,8 @@ class Checkpointer(Protocol):
 
     A checkpointer that can lock its folder may have two more methods. The run calls `claim()` when it begins, which
     raises `OSError` if another run saves to the folder, and each rank `release()` when it ends, even by an exception.
+
+    Where processes come and go, each leg has a new one. If it has `take_over(former)`, it gets the one before.
     """
 
     def save(

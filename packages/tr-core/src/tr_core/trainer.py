@@ -570,7 +570,9 @@ class Trainer(TransformersAttributes):
         self.prepare()
         self.strategy.members.meet()
         self._bind_process()
-        self._checkpointer = None  # of other processes
+        former, self._checkpointer = self._checkpointer, None  # of other processes
+        if hasattr(former, "take_over"):
+            cast("Any", self.checkpointer()).take_over(former)
 
     def _bind_process(self) -> None:
         strategy = self.strategy

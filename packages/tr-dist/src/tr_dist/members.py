@@ -89,6 +89,7 @@ class Members:
         if not failed and dist.is_initialized():
             with suppress(RuntimeError):  # one may be lost now
                 self._strategy.barrier()
+        here.leave_watch()  # before the group, whose failure it would report
         self._strategy.leave(failed=True)
         here.release_left()  # others who wait for this process see it go
 

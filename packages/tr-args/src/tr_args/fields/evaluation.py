@@ -101,7 +101,8 @@ class LoggingFields:
     """With on_spike: a loss is a spike if it exceeds the median of the last 128 by so many deviations."""
 
     snapshot_steps: Annotated[int, AtLeast(1), Numbers.UNCHANGED, Later.NEXT_STEP] = 64
-    """With on_spike: steps between snapshots, which hold weights and optimizer state once more."""
+    """With on_spike or trainer launch --elastic: steps between snapshots, which hold weights and optimizer state once
+    more."""
 
     max_rewinds: Annotated[int, AtLeast(1), Numbers.UNCHANGED, Later.NEXT_STEP] = 10
     """With on_spike: how often batches are left out before the run ends with an error."""

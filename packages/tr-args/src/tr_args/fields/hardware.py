@@ -154,8 +154,8 @@ class DistributedFields:
     """Promise that every step uses the same parameters, in the same order."""
 
     elastic: Annotated[Literal["bitwise"] | None, Numbers.OTHER, Later.NEW_TRAINER] = None
-    """bitwise: the same weights and logs, bit by bit, on any number of processes, also if it changes at a resume. The
-    number must divide virtual_shards, into which a step is divided."""
+    """bitwise: the same weights and logs, bit by bit, on any number of processes up to virtual_shards (with fsdp a
+    power of two), also if it changes at a resume, or during a run of trainer launch --elastic."""
 
     virtual_shards: Annotated[OptionalCount, Numbers.OTHER, Later.NEW_TRAINER] = None
     """With elastic: processes that a step is computed as if by; a power of two. per_device_train_batch_size is that of
