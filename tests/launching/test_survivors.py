@@ -120,4 +120,4 @@ def test_other_strategies_are_refused(tmp_path):
     script.write_text(re.sub(r"elastic=.*\n|virtual_shards=.*\n", "", SCRIPT.read_text()))
     job = Job(tmp_path, "--elastic", "--nproc", "2", script=script)
     assert job.end()[0] == 1
-    assert "trainer launch --elastic needs a run that goes on with fewer processes: elastic='bitwise'" in job.text
+    assert "trainer launch --elastic needs a run whose processes may come and go: elastic='bitwise'" in job.text

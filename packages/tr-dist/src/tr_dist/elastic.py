@@ -216,10 +216,10 @@ class ElasticDDP(Elastic, OnRanks):
             )
         alone = LaunchEnvironment(local_rank=environment.local_rank)
         strategy = cls(alone, device, **options)
-        strategy.members = Members(strategy, environment, options["timeout_s"])
+        strategy.members = Members(strategy, strategy._join_round, environment, options["timeout_s"])
         return strategy
 
-    def join_round(self, environment: LaunchEnvironment, store: dist.Store) -> None:
+    def _join_round(self, environment: LaunchEnvironment, store: dist.Store) -> None:
         """Exchange with the processes of an environment, which have met at a store. Collective over them."""
         self._join(environment, store)
         self._same = ([], set())

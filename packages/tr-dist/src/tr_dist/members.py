@@ -10,9 +10,10 @@ import io
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment
-from tr_dist.process_group import here
+from tr_dist.process_group import ProcessGroup, here
 from tr_log import get_logger
-
-if TYPE_CHECKING:
-    from tr_dist.elastic import ElasticDDP
 
 _logger = get_logger(__name__)
 
@@ -45,6 +43,7 @@ class Members:
 
     Args:
         strategy: what exchanges with the others; alone until `meet`.
+        join: makes it exchange with the processes of an environment, which have met at a store.
         launched: this process as the launcher numbers it, and the most processes that there may be.
         timeout_s: seconds to wait for a round.
 
@@ -54,8 +53,14 @@ class Members:
         is_over: whether the run has ended.
     """
 
-    def __init__(self, strategy: ElasticDDP, launched: LaunchEnvironment, timeout_s: float) -> None:
-        self._strategy, self._launched, self._timeout_s = strategy, launched, timeout_s
+    def __init__(
+        self,
+        strategy: ProcessGroup,
+        join: Callable[[LaunchEnvironment, dist.Store], None],
+        launched: LaunchEnvironment,
+        timeout_s: float,
+    ) -> None:
+        self._strategy, self._join, self._launched, self._timeout_s = strategy, join, launched, timeout_s
         self._handler: Any = None
         self._store: Any = None
         self._round = 0
@@ -75,7 +80,7 @@ class Members:
             try:
                 rank = self._place_in(found)
                 store = dist.PrefixStore(f"round_{self._round}", self._store)
-                self._strategy.join_round(replace(self._launched, rank=rank, world_size=found.world_size), store)
+                self._join(replace(self._launched, rank=rank, world_size=found.world_size), store)
             except (RuntimeError, ConnectionError) as error:
                 _logger.warning("a process was lost while %d met: %s", found.world_size, str(error).partition("\n")[0])
                 continue

@@ -152,7 +152,7 @@ class ProcessGroup(Exchanges):
             raise ValueError(f"hang_timeout_s={hang_timeout_s:g} is negative; give seconds, or 0 for no watch")
         if os.environ.get(ELASTIC_RUN) and environment.world_size > 1:
             raise ValueError(
-                "trainer launch --elastic needs a run that goes on with fewer processes: elastic='bitwise' and "
+                "trainer launch --elastic needs a run whose processes may come and go: elastic='bitwise' and "
                 "virtual_shards, without fsdp; or start it without --elastic"
             )
         self.device, self.local_rank = device, environment.local_rank
