@@ -71,8 +71,14 @@ class Members:
 
         Raises:
             SystemExit: the run ended while this process started.
+            RuntimeError: this process trained to the end before.
             ConnectionError: no round could begin.
         """
+        if self.is_over:
+            raise RuntimeError(
+                "trainer launch --elastic takes in processes until train() has ended once, and it was called again; "
+                "start each run by itself, or without --elastic"
+            )
         self._round = 0
         for attempt in range(_ATTEMPTS):
             self._leave(failed=attempt > 0 or bool(self._strategy.lost_ranks()))
