@@ -155,3 +155,21 @@ def test_the_former_one_is_held_if_another_rank_is_gone(tmp_path):
     assert held.step == AT
     assert values(held) == values(pickle.loads(taken))
     assert len(values(held)) > 100
+
+
+class AsksToStop(TrainerCallback):
+    """Asks at a step, as early stopping does."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == AT
+
+
+def test_what_was_asked_of_the_run_then_is_asked_again(tmp_path):
+    taker = build(str(tmp_path / "one"), {})
+    taken = Takes(taker)
+    taker.add_callback(AsksToStop())
+    taker.add_callback(taken)
+    taker.train()
+    goes_on = build(str(tmp_path / "two"), {})
+    goes_on.add_callback(Restores(goes_on, taken.pickled))
+    assert goes_on.train().global_step == taker.state.global_step == AT

@@ -84,7 +84,7 @@ class Legs:
             control, state = run.methods.control, run.methods.state
             has_output = control.should_save or control.should_evaluate
             due(run)
-            ends = self._is_agreed(run) and state.global_step < state.max_steps
+            ends = self._is_agreed(run) and not control.should_training_stop
             if ends or has_output or state.global_step - (self._snapshot.step or 0) >= self._every:
                 self._snapshot.take(run)
             if ends:

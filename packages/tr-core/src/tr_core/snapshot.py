@@ -51,6 +51,7 @@ class Snapshot:
             "first_step": window.first_step,
             "first_tokens": window.first_tokens,
             "elapsed_s": time.perf_counter() - window.start_s,
+            "stops": run.methods.control.should_training_stop,
         }
         self.step = state.global_step
 
@@ -72,8 +73,8 @@ class Snapshot:
                 f"the snapshot of step {self.step} and the run do not have the same parts: {', '.join(odd)} is in one "
                 "of them alone; build the run with the arguments, callbacks and overrides that it was taken with"
             )
-        position, window, control, state = run.position, run.window, run.methods.control, run.methods.state
-        has_begun, had_ended = (position.epoch, position.samples) != (0, 0), state.global_step >= state.max_steps
+        position, window, control = run.position, run.window, run.methods.control
+        has_begun = (position.epoch, position.samples) != (0, 0)
         discard_step(run)
         for name, part in parts.items():
             part.load_state_dict(_converted(self._states[name], lambda value: _given_back(value, meshes)))
@@ -87,7 +88,7 @@ class Snapshot:
         if window.tokens is not None:
             window.tokens.take()  # of steps that are made again
         control.should_log = control.should_evaluate = control.should_save = control.should_epoch_stop = False
-        control.should_training_stop &= not had_ended
+        control.should_training_stop = call["stops"]
 
 
 def discard_step(run: Run) -> None:

@@ -570,6 +570,7 @@ class Trainer(TransformersAttributes):
         self.prepare()
         self.strategy.members.meet()
         self._bind_process()
+        self._model_is_fresh = True  # new processes have a new one, and get its weights
         former, self._checkpointer = self._checkpointer, None  # of other processes
         if hasattr(former, "take_over"):
             cast("Any", self.checkpointer()).take_over(former)
