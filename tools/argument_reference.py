@@ -52,7 +52,8 @@ TRIED = {
     "ep_plan": [{"experts": "experts"}], "pp_split": [["layers.1"]], "pp_schedule": ["gpipe"],
     "on_spike": ["rewind"], "on_nonfinite": ["skip"],
     "elastic": ["bitwise"], "virtual_shards": [3],
-    "average_tokens_across_devices": [False], "ddp_bucket_cap_mb": [25], "step_compile": ["graph"], "overfit_batches": [2],
+    "average_tokens_across_devices": [False], "ddp_bucket_cap_mb": [25],
+    "step_compile": ["graph"], "overfit_batches": [2],
     "neftune_length": ["padded"], "ema_start_step": [1],
     "ema_update_steps": [2], "dataloader_prefetch_factor": [2], "dataloader_multiprocessing_context": ["spawn"],
     "label_smoothing_factor": [0.1],
@@ -60,7 +61,8 @@ TRIED = {
 }  # fmt: skip
 SWITCHES = (
     "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "eval_perplexity", "load_best_model_at_end",
-    "dataloader_persistent_workers", "auto_find_batch_size", "ddp_find_unused_parameters", "ddp_static_graph", "torch_compile",
+    "dataloader_persistent_workers", "auto_find_batch_size", "ddp_find_unused_parameters", "torch_compile",
+    "ddp_static_graph",
 )  # fmt: skip
 
 

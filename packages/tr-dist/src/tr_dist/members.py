@@ -31,7 +31,13 @@ ENDED = "tr-run-ended"
 
 _ROUNDS = "tr-rounds"  # key with the number of rounds so far
 # A process without a heartbeat for five seconds is lost. Others get three after the first has come.
-_SETTINGS = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "3", "is_host": "false"}
+_SETTINGS = {
+    "keep_alive_interval": "1",
+    "keep_alive_max_attempt": "5",
+    "last_call_timeout": "3",
+    "read_timeout": "10",
+    "is_host": "false",
+}
 _POLL_S, _LOOK_S = 0.05, 1.0
 _NUMBERS_S = 10.0
 _ATTEMPTS = 5  # a process may be lost while a round begins; five in a row are another fault
@@ -82,13 +88,13 @@ class Members:
         self._round = 0
         for attempt in range(_ATTEMPTS):
             self._leave(failed=attempt > 0 or bool(self._strategy.lost_ranks()))
-            found = self._next_round()
             try:
+                found = self._next_round()
                 rank = self._place_in(found)
                 store = dist.PrefixStore(f"round_{self._round}", self._store)
                 self._join(replace(self._launched, rank=rank, world_size=found.world_size), store)
             except (RuntimeError, ConnectionError) as error:
-                _logger.warning("a process was lost while %d met: %s", found.world_size, str(error).partition("\n")[0])
+                _logger.warning("a process was lost while they met: %s", str(error).partition("\n")[0])
                 continue
             self.is_awaited = False
             if rank == 0:
