@@ -16,7 +16,8 @@ from blamed_run import FAULTS, main
 from tr_dist.testing import run_ranks
 
 SCRIPT = Path(__file__).parent / "blamed_run.py"
-STEP = 3
+STEPS = {"nan": 1, "label": 3, "gradient": 2, "spike": 3}
+"""The first is that in which a strategy looks at what it need not look at again."""
 PLANTED = [(1, 1), (1, 2), (2, 2), (1, 4), (3, 4), (2, 8), (7, 8), (1, 16), (5, 16), (16, 16)]
 SPIKES = [(1, 16), (3, 16), (5, 16), (7, 16), (1, 20), (2, 24), (11, 24), (1, 32), (9, 32), (15, 32)]
 CASES = [(kind, *case) for kind in FAULTS for case in (SPIKES if kind == "spike" else PLANTED)]
@@ -40,7 +41,7 @@ def planned(kind, bad, samples, ranks=1):
     """Return a plan with so many bad samples in a step of so many, and which they are."""
     drawn = torch.Generator().manual_seed(bad + samples)
     chosen = torch.randperm(samples, generator=drawn)[:bad].tolist()
-    guilty = [places()[(STEP - 1) * samples + place] for place in chosen]
+    guilty = [places()[(STEPS[kind] - 1) * samples + place] for place in chosen]
     micro_batches = 2 if samples // ranks % 2 == 0 and samples > ranks else 1
     options = {
         "per_device_train_batch_size": samples // ranks // micro_batches,
@@ -60,13 +61,13 @@ def test_exactly_the_planted_samples_are_named(kind, tmp_path):
     for each, bad, samples in CASES:
         if each == kind:
             plan, guilty = planned(kind, bad, samples)
-            code, told = blame(tmp_path / "run", plan, "--step", str(STEP))
+            code, told = blame(tmp_path / "run", plan, "--step", str(STEPS[kind]))
             assert (code, named(told)) == (0, guilty), told
     assert not (tmp_path / "run").exists()
 
 
 def blame_all(folder, cases):
-    return [blame(folder, planned(*case, ranks=2)[0], "--step", str(STEP)) for case in cases]
+    return [blame(folder, planned(*case, ranks=2)[0], "--step", str(STEPS[case[0]])) for case in cases]
 
 
 SOME = [("nan", 3, 4), ("label", 1, 16), ("gradient", 1, 2), ("spike", 5, 16)]
@@ -126,7 +127,6 @@ def test_samples_that_are_no_rows_are_collated_alone(tmp_path):
     plan = {"number": 200, "faults": {str(guilty): "nan"}, "flat": True, "options": {"remove_unused_columns": False}}
     told = blame(tmp_path, plan, "--step", "3")[1]
     assert named(told) == [guilty]
-    assert "each sample was collated alone" in told
 
 
 def test_a_run_that_rewinds_is_replayed_as_it_was(tmp_path):
@@ -144,9 +144,11 @@ def test_the_listed_samples_are_left_out_by_the_next_run(tmp_path):
     bad = sorted([order[9], order[10]])
     plan = {"number": 200, "faults": dict.fromkeys(map(str, bad), "nan")}
     main(str(tmp_path / "run"), plan)
+    assert blame(tmp_path / "run", plan, "--step", "0") == blame(tmp_path / "run", plan)
     code, told = blame(tmp_path / "run", plan)
     assert code == 1
-    assert "give --step; steps with losses or gradient norms that are not finite, in the log: 3, 4, 5 and 1 " in told
+    assert "give --step, a number from 1; the first loss or gradient norm that is not finite, by the log of" in told
+    assert told.rstrip().endswith("step 3")
     code, told = blame(tmp_path / "run", plan, "--step", "4")
     assert code == 1
     assert "weights of body.0.weight are not finite before step 4" in told
@@ -169,6 +171,7 @@ def test_the_listed_samples_are_left_out_by_the_next_run(tmp_path):
 
 
 REFUSED = {
+    "updates": ({"options": {"optim": "lomo"}}, "1", "changes weights in the backward pass"),
     "beyond": ({}, "9", "step 9 is none of this run, which ends at step 6"),
     "own step": ({"trainer": "own step"}, "3", "training_step is overridden"),
     "evaluates": ({"evaluates": True}, "3", "the script calls another method of the Trainer before it"),

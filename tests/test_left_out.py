@@ -92,18 +92,22 @@ ORDERS = {
     "computed": ({"train_sampling_strategy": "random_computed", "dataloader_drop_last": True}, Trainer),
     "weighted": ({}, Weighted),
 }
+FAST = ("random", "weighted")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param(each, marks=[pytest.mark.slow] * (each not in FAST)) for each in ORDERS]
+)
 def test_the_run_is_that_on_a_subset_also_when_it_is_resumed(order, tmp_path):
     options, kind = ORDERS[order]
     data, leave_out = rows(), listed(tmp_path / "out.json", OUT, number_of_samples=47)
-    wanted = train(str(tmp_path / "subset"), others(data), options, kind)
-    assert_same(train(str(tmp_path / "list"), data, options | leave_out, kind), wanted)
+    unsaved = options | {"save_strategy": "no"}
+    wanted = train(str(tmp_path / "subset"), others(data), unsaved, kind)
+    assert_same(train(str(tmp_path / "list"), data, unsaved | leave_out, kind), wanted)
     with pytest.raises(InterruptedError):
         train(str(tmp_path / "killed"), data, options | leave_out, kind, Ends())
     assert_same(train(str(tmp_path / "killed"), data, options | leave_out, kind), wanted)
-    plain = train(str(tmp_path / "plain"), data, options, kind)
+    plain = train(str(tmp_path / "plain"), data, unsaved, kind)
     assert any(not torch.equal(plain[0][name], wanted[0][name]) for name in wanted[0])
 
 
@@ -127,7 +131,9 @@ def test_two_ranks_leave_out_the_same(tmp_path):
         assert_same(each, wanted)
 
 
-@pytest.mark.parametrize("out", [(), (0, 7), (0, 7, 8, 21, 45)], ids=["none", "fewer", "as many others"])
+@pytest.mark.parametrize(
+    "out", [pytest.param((), id="none"), pytest.param((0, 7), id="fewer", marks=pytest.mark.slow), (0, 7, 8, 21, 45)]
+)
 def test_another_list_is_refused_within_an_epoch_and_taken_between_two(out, tmp_path):
     leave_out = listed(tmp_path / "out.json", OUT)
     train(str(tmp_path / "run"), rows(), leave_out | {"num_train_epochs": 1})

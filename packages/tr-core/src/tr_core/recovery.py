@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,6 +30,13 @@ _DEVIATION = 1.4826  # of a normal distribution, by its median absolute deviatio
 _NARROWEST = 1e-3  # of the median: losses that hardly change make no small change a spike
 
 
+def spike_limit(losses: Sequence[float], deviations: float) -> float:
+    """Return the loss above which one is a spike beside others: so many deviations above their median."""
+    median = statistics.median(losses)
+    spread = statistics.median(abs(each - median) for each in losses)
+    return median + deviations * max(_DEVIATION * spread, _NARROWEST * abs(median))
+
+
 class SpoiltError(Exception):
     """Raised at the first step that spoils the run, with its number, its samples and why it is one."""
 
@@ -51,26 +58,19 @@ def run_epochs_with_recovery(run: Run) -> None:
     try:
         # After a common size is found, which its snapshot has.
         spikes = SpikeRecovery(run) if args.on_spike is not None else None
-        while (recovery := _train(run, memory, spikes)) is not None:
-            recovery.go_back()
+        while True:
+            try:
+                run_epochs(run)
+                run.updates.check()
+                return
+            except Exception as error:
+                recovery = next((each for each in (memory, spikes) if each is not None and each.takes(error)), None)
+                if recovery is None:
+                    raise
+            recovery.go_back()  # after the block: the error's frames hold tensors
     finally:
         if memory is not None:
             run.methods.callback_handler.pop(memory)
-
-
-def _train(
-    run: Run, memory: MemoryRecovery | None, spikes: SpikeRecovery | None
-) -> MemoryRecovery | SpikeRecovery | None:
-    """Train until the end, or until something to recover from, and return what recovers from it."""
-    try:
-        run_epochs(run)
-        run.updates.check()
-        return None
-    except Exception as error:
-        for recovery in (memory, spikes):
-            if recovery is not None and recovery.takes(error):
-                return recovery
-        raise
 
 
 class MemoryRecovery:
@@ -232,9 +232,7 @@ class SpikeRecovery:
             return f"its loss is {loss:g}, its gradient norm {norm:g}"
         if len(self._losses) < LEAST:
             return None
-        median = statistics.median(self._losses)
-        spread = statistics.median(abs(each - median) for each in self._losses)
-        limit = median + self._run.methods.args.spike_deviations * max(_DEVIATION * spread, _NARROWEST * abs(median))
+        limit = spike_limit(self._losses, self._run.methods.args.spike_deviations)
         return f"its loss is {loss:g}, above {limit:g}" if loss > limit else None
 
     def takes(self, error: Exception) -> bool:

@@ -296,10 +296,10 @@ class StreamFetch(IterableDataset[Any]):
                     return
                 batch = reader.collate(read) if number >= skipped_rounds else None
             is_first = skipped_rounds <= number < skipped_rounds + parts
-            yield Round(batch, len(read), _content(read) if is_first and self.world_size > 1 else 0)
+            yield Round(batch, len(read), content_of(read) if is_first and self.world_size > 1 else 0)
 
 
-def _content(samples: list[Any]) -> int:
+def content_of(samples: list[Any]) -> int:
     """Return a number of the first and the last sample: of the texts, numbers, arrays and tensors in them."""
     ends = [to_plain(sample, lambda value: type(value).__name__) for sample in (samples[0], samples[-1])]
     return zlib.crc32(repr(ends).encode("utf-8", "surrogatepass"))

@@ -16,9 +16,8 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from tr_core.data.fetch import epoch_listeners
+from tr_core.data.fetch import content_of, epoch_listeners
 from tr_core.data.loaders import is_map_style
-from tr_core.model_io import to_plain
 from tr_core.protocols import Collectives
 from tr_core.random_state import separate_randomness
 from tr_log.line_file import write_whole
@@ -64,18 +63,27 @@ def remaining(dataset: Any, path: str) -> Remaining:
             f"{what} names samples by their index, and {type(dataset).__name__} is iterable data, which has none; give "
             "data with __len__ and __getitem__, or leave the samples out where the data is made"
         )
-    number, entries = read_list(path)
-    if number is not None and number != len(dataset):
+    try:
+        held = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the list of samples {path!r} cannot be read: {error}") from error
+    given, number = (held.get("samples"), held.get("number_of_samples")) if isinstance(held, dict) else (None, None)
+    if not (isinstance(given, list) and all(map(_is_entry, given)) and isinstance(number, int | None)):
+        raise ValueError(
+            f"{path!r} is no list of samples; needed is JSON such as "
+            '{"number_of_samples": 100, "samples": [{"index": 3, "reason": "no label"}]}'
+        )
+    entries = {entry["index"]: entry for entry in given}
+    if number not in (None, len(dataset)):
         raise ValueError(f"{what} is the list of {number} samples, and this data set has {len(dataset)}: {_ANOTHER}")
-    if beyond := [entry["index"] for entry in entries if not 0 <= entry["index"] < len(dataset)]:
-        raise ValueError(f"{what} names {beyond[0]}, and the data set has {len(dataset)} samples, from 0: {_ANOTHER}")
-    for entry in entries:
-        digest = entry.get("digest")
-        if digest is not None and digest_of(dataset, entry["index"]) not in (digest, None):
-            raise ValueError(f"{what}: sample {entry['index']} is not the one that was listed: {_ANOTHER}")
+    for index, entry in entries.items():
+        if not 0 <= index < len(dataset):
+            raise ValueError(f"{what} names {index}, and the data set has {len(dataset)} samples, from 0: {_ANOTHER}")
+        if entry.get("digest") is not None and digest_of(dataset, index) not in (entry["digest"], None):
+            raise ValueError(f"{what}: sample {index} is not the one that was listed: {_ANOTHER}")
     if len(entries) == len(dataset):
         raise ValueError(f"{what} leaves out all {len(dataset)} samples; train on some")
-    return Remaining(dataset, entries)
+    return Remaining(dataset, list(entries.values()))
 
 
 _ANOTHER = "give the list that was made for this data, or make a new one with `trainer blame --leave-out`"
@@ -109,27 +117,6 @@ def check_left_out(loader: Any, dataset: Any, collectives: Collectives, *, is_ow
         raise ValueError(f"leave_out_samples names other samples on some ranks ({lists}, by rank): give all one file")
 
 
-def read_list(path: str | Path) -> tuple[int | None, list[Entry]]:
-    """Return the length of the data set that a list is of, None if it does not say it, and its entries by index.
-
-    Raises:
-        ValueError: the file cannot be read, or is no such list.
-    """
-    try:
-        held = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the list of samples {str(path)!r} cannot be read: {error}") from error
-    match held:
-        case {"samples": list(entries)} if all(map(_is_entry, entries)):
-            number = held.get("number_of_samples")
-            if number is None or type(number) is int:
-                return number, [*{entry["index"]: entry for entry in entries}.values()]
-    raise ValueError(
-        f"{str(path)!r} is no list of samples; needed is JSON such as "
-        '{"number_of_samples": 100, "samples": [{"index": 3, "reason": "no label"}]}'
-    )
-
-
 def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and type(entry.get("index")) is int
 
@@ -137,9 +124,16 @@ def _is_entry(entry: Any) -> bool:
 def add_to_list(path: str | Path, dataset: Any, new: Iterable[Entry]) -> int:
     """Add samples to the list in a file, which is made if it is not there; return how many it names.
 
+    Args:
+        path: the file.
+        dataset: the data; samples that are left out of it are added too.
+        new: the samples, by their indices in the whole data.
+
     Raises:
         ValueError: the file is the list of another data set.
     """
+    if isinstance(dataset, Remaining):
+        new, dataset = [*new, *dataset.entries], dataset.dataset
     known = remaining(dataset, str(path)).entries if Path(path).exists() else []
     merged = {entry["index"]: entry for entry in (*new, *known)}
     for entry in merged.values():
@@ -156,6 +150,5 @@ def digest_of(dataset: Any, index: int) -> str | None:
     found = set()
     for seed in (0, 1):
         with separate_randomness(seed):
-            plain = to_plain(dataset[index], lambda value: type(value).__name__)
-        found.add(hashlib.sha256(repr(plain).encode("utf-8", "surrogatepass")).hexdigest()[:16])
+            found.add(f"{content_of([dataset[index]]):08x}")
     return found.pop() if len(found) == 1 else None

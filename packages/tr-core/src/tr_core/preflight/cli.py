@@ -1,4 +1,4 @@
-"""Check a script or a configuration from the command line, before it trains."""
+"""Check a script or a configuration before it trains (`trainer check`), or a step of a run (`trainer blame`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from tr_args import ArgumentParser, ArgumentsError, Seq2SeqTrainingArguments
 from tr_core.preflight.report import Problem, Report, argument_problems, last_line, raised_at
-from tr_core.preflight.requested import VARIABLE, PreflightDone, is_first_process
+from tr_core.preflight.requested import BLAME, VARIABLE, PreflightDone, is_first_process
 
 _DESCRIPTION = """\
 Find out before a run what would stop or spoil it, without training a step.
@@ -33,15 +33,36 @@ examples:
 exit codes: 0 no errors; 1 errors, with --strict also warnings; 2 this command line is wrong.
 What is checked, and codes such as T105, are listed in docs/check-codes.md of tr-core.
 """
+_BLAMED = """\
+Replay a step of a run, and name the samples whose loss or gradient is not finite, or whose loss is a spike.
+
+The script of the run is started, with the arguments of the run. Where its Trainer would train, the step is replayed
+from the nearest checkpoint before it in output_dir, or from the first step, and the script ends. Nothing is written
+there: no checkpoint, log or push, and no tracker is called. Callbacks of your own are called, as they are of the run.
+"""
+_BLAME_EPILOG = """\
+examples:
+  trainer blame train.py --config run.yaml             says at which step the log first has NaN
+  trainer blame --step 655 train.py --config run.yaml
+  trainer blame --step 655 --leave-out guilty.json train.py     then: train.py --leave_out_samples guilty.json
+  torchrun --nproc-per-node 2 --no-python trainer blame --step 655 train.py
+  trainer launch --nproc 2 $(command -v trainer) blame --step 655 train.py
+
+exit codes: 0 the step was replayed; 1 it cannot be, and the message says why; 2 this command line is wrong.
+More: docs/blame.md of tr-core.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; end the program with code 2 if a word is unknown or missing.
+    """Run `trainer check`; end the program with code 2 if a word is unknown or missing.
 
     Returns:
         0; 1 if there is an error, or with --strict a warning.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser("trainer check", _DESCRIPTION, _EPILOG)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--strict", action="store_true", help="let warnings count as problems in the exit code")
+    arguments = _parsed(parser, argv, "SCRIPT|CONFIG", "a .py, .yaml, .yml, .toml or .json file")
     # The output of a script is not part of the report.
     with contextlib.redirect_stdout(sys.stderr):
         is_script = arguments.file.suffix.lower() == ".py"
@@ -51,20 +72,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.exit_code(strict=arguments.strict)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trainer check",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def blame(argv: Sequence[str] | None = None) -> int:
+    """Run `trainer blame`; end the program with code 2 if a word is unknown or missing.
+
+    Returns:
+        0; 1 if the step cannot be replayed.
+    """
+    parser = _parser("trainer blame", _BLAMED, _BLAME_EPILOG)
+    parser.add_argument("--step", type=int, metavar="S", help="the step, as in the log; without: the log is searched")
+    text = "JSON file to which the guilty samples are added, for leave_out_samples"
+    parser.add_argument("--leave-out", "--leave_out", type=Path, metavar="FILE", help=text)
+    given = _parsed(parser, argv, "SCRIPT", "the script of the run")
+    asked = {"step": given.step, "leave_out": given.leave_out and str(given.leave_out.absolute())}
+    with contextlib.redirect_stdout(sys.stderr):
+        answer, error = run_script(
+            given.file, given.words, BLAME, lambda path: json.dumps({**asked, "answer": str(path)})
+        )
+    if answer is None and not isinstance(error, PreflightDone):
+        why = "it ended, and no Trainer began to train" if error is None else last_line(error)
+        print(f"trainer blame: {given.file.name}: {why}", file=sys.stderr)
+        return 1
+    if answer is not None:  # else another rank has it
+        print(answer, flush=True)
+    return 0
+
+
+def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    kind = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=name, description=description, epilog=epilog, formatter_class=kind, allow_abbrev=False
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--strict", action="store_true", help="let warnings count as problems in the exit code")
-    parser.add_argument("file", metavar="SCRIPT|CONFIG", type=Path, help="a .py, .yaml, .yml, .toml or .json file")
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, name: str, text: str) -> argparse.Namespace:
+    """Return what is given, with the file and its arguments last."""
+    parser.add_argument("file", metavar=name, type=Path, help=text)
     words = parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script")
     words.required = False  # else the message about a missing file requires these too
-    return parser
+    return parser.parse_args(argv)
 
 
 def check_config(path: Path, words: Sequence[str]) -> Report:

@@ -11,7 +11,7 @@ from tr_core.changes import assigned
 from tr_core.data.sampler import MicroBatch, has_length
 from tr_core.evaluation.best_metric import adds_to_results, metric_name, watched_metric
 from tr_core.evaluation.metrics import is_streaming
-from tr_core.model_io import batch_size_of, rows_of
+from tr_core.model_io import batch_size_of, local_shard, rows_of
 from tr_core.preflight.context import SAMPLES, CheckContext, logger
 from tr_core.preflight.data_checks import check_samples, first_batch
 from tr_core.random_state import set_seed
@@ -69,7 +69,7 @@ def check_forward_backward(subject: CheckContext) -> None:
         subject.say_why(error, trainer.train_dataset, "T502", "forward and backward of the first samples fail")
         return
     if loss - loss != 0:
-        bad = _not_finite(trainer.model.named_parameters())
+        bad = not_finite(trainer.model.named_parameters())
         why = "weights are finite: look for bad numbers in the data, a division by zero, or a mean over no target"
         if bad:
             why = f"the weights {bad[0]!r} are not finite: load them again"
@@ -83,8 +83,9 @@ def check_forward_backward(subject: CheckContext) -> None:
         check_samples(subject, classes=logits.shape[-1] if logits.shape[-1] > 1 else 0)
 
 
-def _not_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:
-    return [name for name, t in named if t is not None and not torch.isfinite(t).all().item()]  # sync: once a preflight
+def not_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:
+    """Return the names of tensors of which this rank holds a number that is not finite. Sync: in a preflight alone."""
+    return [name for name, t in named if t is not None and not local_shard(t.detach()).isfinite().all()]
 
 
 def _check_gradients(subject: CheckContext) -> None:
@@ -96,7 +97,7 @@ def _check_gradients(subject: CheckContext) -> None:
             f"{len(without)} of {len(named)} trainable parameters took no part in the loss of two samples ({shown}); "
             "freeze them, or use them; several processes need ddp_find_unused_parameters=True for them",
         )
-    bad = _not_finite(named)
+    bad = not_finite(named)
     if bad and not subject.args.fp16:  # scaled losses overflow at first, and the scale adapts
         subject.say(
             "T506",
