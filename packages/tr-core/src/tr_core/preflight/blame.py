@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,8 @@ LEAST = 16
 _SHOWN = 10
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     """What is known of one sample of the step.
 
     Attributes:
@@ -120,6 +122,10 @@ def _refuse_what_is_not_replayed(trainer: Any) -> None:
         (trainer.splits_sequences, "the context of a sample is divided over processes"),
         (args.deepspeed, "DeepSpeed computes gradients of whole steps alone"),
         (args.auto_find_batch_size, "auto_find_batch_size may repeat a step: give the size that it found"),
+        (
+            args.elastic and (args.virtual_shards or 1) % strategy.world_size,
+            "the number of processes does not divide virtual_shards: start one that does",
+        ),
         (args.fast_dev_run, "a fast_dev_run has no checkpoints"),
     )
     if why := next((text for is_so, text in reasons if is_so), ""):
@@ -152,7 +158,8 @@ def _look_at_step(
         start = batch.end
     everyone = run.strategy.data.gather_objects((samples, sum(losses), faults))
     samples = sorted((each for own, *_ in everyone for each in own), key=lambda sample: sample.place)
-    return samples, sum(each for _, each, _ in everyone) / len(everyone), [each for *_, own in everyone for each in own]
+    number = len(everyone) if run.shards is None else run.shards.number
+    return samples, sum(each for _, each, _ in everyone) / number, [each for *_, own in everyone for each in own]
 
 
 def _refuse_spoilt_run(run: Run) -> None:
