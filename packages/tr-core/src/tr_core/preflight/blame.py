@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,15 +24,17 @@ from tr_core.loss_look import rollback_of
 from tr_core.model_io import main_input_name, rows_of
 from tr_core.optim.fused_backward import kind
 from tr_core.preflight.model_checks import not_finite
-from tr_core.preflight.requested import PreflightDone
 from tr_core.recovery import spike_limit
-from tr_core.run import Run
 from tr_log import ReportFile
 from tr_log.report.run_folder import RunFolder
 
 LEAST = 16
 """Number of samples of a step from which on a loss can be a spike among them."""
 _SHOWN = 10
+
+
+class StepReachedError(Exception):
+    """Raised when the step that is replayed is over."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Sample:
 
 
 def replay(trainer: Any, asked: Mapping[str, Any], resume: Any) -> None:
-    """Replay the step that `trainer blame` asks for, write what is found to the file it names, and end. Collective.
+    """Replay the step that `trainer blame` asks for, and write what is found to the file it names. Collective.
 
     Args:
         trainer: a Trainer before its run.
@@ -65,7 +67,6 @@ def replay(trainer: Any, asked: Mapping[str, Any], resume: Any) -> None:
         resume: what `train` was given.
 
     Raises:
-        PreflightDone: it is done.
         ValueError: that cannot be done; the message says why.
     """
     args, strategy, step = trainer.args, trainer.strategy, asked["step"]
@@ -85,16 +86,17 @@ def replay(trainer: Any, asked: Mapping[str, Any], resume: Any) -> None:
             raise ValueError(_none_of_run(trainer, step))
         if trainer.state.global_step < step - 1:
             return usual(model, batches, compute, inputs_of, size)
-        found = _look_at_step(trainer.current_run, model, batches, compute, size)
+        found = _look_at_step(trainer, model, batches, compute, size)
         if strategy.rank == 0:
             head = f"step {step} of {folder}, replayed from {source or 'the first step'}"
             Path(asked["answer"]).write_text("\n".join([head, *_report(trainer, asked, *found)]), "utf-8")
-        raise PreflightDone(0)
+        raise StepReachedError
 
     trainer.remove_callback(ReportFile)  # its last words are of a run that failed
-    with assigned(strategy, run_micro_batches=run_micro_batches), assigned(trainer, save_checkpoint=lambda run: None):
+    replayed = assigned(strategy, run_micro_batches=run_micro_batches)
+    with suppress(StepReachedError), replayed, assigned(trainer, save_checkpoint=lambda run: None):
         trainer._run(source, None)
-    raise ValueError(_none_of_run(trainer, step))
+        raise ValueError(_none_of_run(trainer, step))
 
 
 def _none_of_run(trainer: Any, step: int) -> str:
@@ -136,10 +138,10 @@ def _refuse_what_is_not_replayed(trainer: Any) -> None:
 
 
 def _look_at_step(
-    run: Run, model: nn.Module, batches: Iterable[Any], compute: Any, size: int
+    trainer: Any, model: nn.Module, batches: Iterable[Any], compute: Any, size: int
 ) -> tuple[list[Sample], float, list[str]]:
     """Return the samples of a step, each computed alone, its loss, and what is not finite of it. Collective."""
-    trainer: Any = run.methods
+    run = trainer.current_run
     _refuse_spoilt_run(run)
     look: Any = partial(_samples_alone, trainer, model)
     if run.shards is not None:
@@ -162,7 +164,7 @@ def _look_at_step(
     return samples, sum(each for _, each, _ in everyone) / number, [each for *_, own in everyone for each in own]
 
 
-def _refuse_spoilt_run(run: Run) -> None:
+def _refuse_spoilt_run(run: Any) -> None:
     if kind(run.optimizer) == "backward-update":
         name = type(run.optimizer).__name__
         raise ValueError(f"the loss of each sample cannot be computed: {name} changes weights in the backward pass")

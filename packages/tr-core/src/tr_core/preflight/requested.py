@@ -60,7 +60,7 @@ def stop_if_requested(
                     "trainer blame replays train(), and the script calls another method of the Trainer before it, as "
                     "evaluate, predict, save_model or hyperparameter_search: start it with arguments that leave it out"
                 )
-            replay(trainer, asked, resume)  # ends the script
+            replay(trainer, asked, resume)
         raise PreflightDone(0)
     if VARIABLE not in os.environ:
         if trainer.is_checked:
