@@ -15,7 +15,7 @@ from tr_core import Trainer, TrainingArguments
 
 SOURCES = tuple(str(Path(package.__file__).parent) for package in (tr_core, tr_args, tr_log, tr_ckpt))
 # What transformers visits: 12 files for a save, 12 for a flag.
-MOST_OF_A_SAVE, MOST_OF_A_RESUME, MOST_OF_A_FLAG = 38, 40, 15
+MOST_OF_A_SAVE, MOST_OF_A_RESUME, MOST_OF_A_FLAG = 39, 41, 15
 
 
 class Linear(nn.Module):
