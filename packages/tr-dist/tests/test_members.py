@@ -22,6 +22,11 @@ def test_several_machines_are_refused():
         Launch(("train.py",), goes_on=True, min_nodes=2, max_nodes=2, endpoint="localhost:1", node_rank=0)
 
 
+def test_settings_of_a_rendezvous_are_refused():
+    with pytest.raises(LaunchError, match=r"leave out --rdzv_"):
+        Launch(("train.py",), goes_on=True, rdzv_conf={"timeout": "3"})
+
+
 @pytest.mark.parametrize(
     ("options", "words"), [({"virtual_shards": 2}, "start at most 2"), ({"hang_timeout": 0}, "watch for hangs")]
 )

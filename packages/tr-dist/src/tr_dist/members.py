@@ -6,6 +6,7 @@ part by itself. The store is that of the launcher, which outlives all of them.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import threading
@@ -41,7 +42,7 @@ _SETTINGS = {
 _POLL_S, _LOOK_S = 0.05, 1.0
 _NUMBERS_S = 10.0
 _ATTEMPTS = 5  # a process may be lost while a round begins; five in a row are another fault
-_SEEN_S, _SEEN_ELSEWHERE_S = 5.0, 40.0  # how long after an error the watch may see who is gone
+_SEEN_S = 5.0  # how long after an error the watch may see who is gone
 
 
 class Members:
@@ -109,30 +110,31 @@ class Members:
         here.leave_watch()  # before the group, whose failure it would report
         self._strategy.leave(failed=True)
         here.release_left()  # others who wait for this process see it go
+        gc.collect()  # exceptions may hold groups in cycles
 
     def lost_a_rank(self) -> bool:
         """Whether a process of the round is gone; waits for seconds until that can be known."""
-        is_one_machine = self._launched.local_world_size == self._launched.world_size
-        until_s = time.monotonic() + (_SEEN_S if is_one_machine else _SEEN_ELSEWHERE_S)
+        until_s = time.monotonic() + _SEEN_S
         while not (lost := self._strategy.lost_ranks()) and time.monotonic() < until_s:
-            time.sleep(0.05)
+            time.sleep(_POLL_S)
         for rank, why in lost.items():
             _logger.warning("rank %d of %d is lost (%s)", rank, self._strategy.world_size, why)
         return bool(lost)
 
     def share(self, value: Any, source: int) -> Any:
         """Return the value of one rank on all, with its tensors on each rank's device. Collective; through the host."""
-        buffer, device = io.BytesIO(), self._strategy.device
-        if self._strategy.rank == source:
+        is_source, buffer = self._strategy.rank == source, io.BytesIO()
+        if is_source:
             torch.save(value, buffer)
-        size = torch.tensor([buffer.tell()])
+        size = torch.tensor(buffer.tell())
         dist.broadcast(size, source)
-        sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8) if buffer.tell() else torch.empty(0)
-        sent = sent if len(sent) else torch.empty(int(size), dtype=torch.uint8)
+        sent = torch.empty(int(size), dtype=torch.uint8)
+        if is_source:
+            sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         dist.broadcast(sent, source)
-        if self._strategy.rank == source:
+        if is_source:
             return value
-        places = {f"cuda:{index}": str(device) for index in range(torch.cuda.device_count())}
+        places = {f"cuda:{index}": str(self._strategy.device) for index in range(torch.cuda.device_count())}
         return torch.load(io.BytesIO(sent.numpy().tobytes()), map_location=places, weights_only=False)
 
     def end(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import sys
 import threading
@@ -422,7 +421,6 @@ class Membership:
         """Release the groups that were left, which closes their connections, once that is safe."""
         time.sleep(max((_keep_alive_s(left_at) for left_at, _ in self._left), default=0.0))
         self._release_expired()
-        gc.collect()  # exceptions may hold them in cycles
 
     def _release_expired(self) -> None:
         self._left = [(left_at, group) for left_at, group in self._left if _keep_alive_s(left_at) > 0]

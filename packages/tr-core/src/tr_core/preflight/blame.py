@@ -128,6 +128,7 @@ def _refuse_what_is_not_replayed(trainer: Any) -> None:
             args.elastic and (args.virtual_shards or 1) % strategy.world_size,
             "the number of processes does not divide virtual_shards: start one that does",
         ),
+        (strategy.members is not None, "its processes come and go: leave --elastic of trainer launch out"),
         (args.fast_dev_run, "a fast_dev_run has no checkpoints"),
     )
     if why := next((text for is_so, text in reasons if is_so), ""):

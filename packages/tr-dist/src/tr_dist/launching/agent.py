@@ -128,16 +128,7 @@ def run(launch: Launch) -> int:
     0 if all ended with 0; else that of the rank that failed first, or 128 + the signal's number if a signal ended it.
     After a forwarded signal it is the exit code of the processes, which is 128 + its number for those that stopped.
     """
-    os.environ.update(launch.variables)
-    # A single store for the agent and the workers of all attempts would give gloo the addresses of dead workers.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[rank_file.LAUNCHER] = f"{os.getpid()} {launch.stop_timeout_s}"
-    if launch.nproc > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if launch.log_dir is not None:
-        os.makedirs(launch.log_dir, exist_ok=True)
-        os.environ[rank_file.LOG_FOLDER] = os.path.abspath(launch.log_dir)
-        say(f"each rank writes to its own file: {os.path.join(launch.log_dir, 'rank_N.log')}")
+    set_environment(launch)
     if not any(os.environ.get(name) for name in ("LOGLEVEL", "TORCH_LOGS")):
         # The agent logs each signal it sends and one of the failures; the report here is more complete.
         for part in ("multiprocessing.api", "agent.server.api"):
@@ -151,6 +142,20 @@ def run(launch: Launch) -> int:
         flush_streams()
         os._exit(code)
     return code
+
+
+def set_environment(launch: Launch) -> None:
+    """Set the environment variables that all processes of a job inherit."""
+    os.environ.update(launch.variables)
+    # A single store for the agent and the workers of all attempts would give gloo the addresses of dead workers.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[rank_file.LAUNCHER] = f"{os.getpid()} {launch.stop_timeout_s}"
+    if launch.nproc > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if launch.log_dir is not None:
+        os.makedirs(launch.log_dir, exist_ok=True)
+        os.environ[rank_file.LOG_FOLDER] = os.path.abspath(launch.log_dir)
+        say(f"each rank writes to its own file: {os.path.join(launch.log_dir, 'rank_N.log')}")
 
 
 def say(text: str) -> None:

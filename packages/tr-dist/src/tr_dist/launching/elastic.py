@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from tr_dist.environment import ELASTIC_RUN
 from tr_dist.launching import rank as rank_file
-from tr_dist.launching.agent import raise_signals, restored_handlers, say, stop
+from tr_dist.launching.agent import raise_signals, restored_handlers, say, set_environment, stop
 from tr_dist.launching.launch import Launch, LaunchError
 from tr_dist.launching.report import Ending, describe, exit_code, first_cause, read_ending
 from tr_dist.members import ENDED
@@ -63,9 +63,9 @@ class _Processes:
         except RuntimeError as error:
             said = str(error).partition("\n")[0]
             raise LaunchError(f"the processes cannot meet at {host}:{port}: {said}; choose another port") from None
+        set_environment(launch)
         self._common = {
             **os.environ,
-            **launch.variables,
             "WORLD_SIZE": str(launch.nproc),
             "LOCAL_WORLD_SIZE": str(launch.nproc),
             "GROUP_RANK": "0",
@@ -73,16 +73,8 @@ class _Processes:
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": ELASTIC_RUN,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else rank 0 would serve another, which ends with it
             ELASTIC_RUN: uuid.uuid4().hex,
-            rank_file.LAUNCHER: f"{os.getpid()} {launch.stop_timeout_s}",
         }
-        if launch.nproc > 1:
-            self._common.setdefault("OMP_NUM_THREADS", "1")
-        if launch.log_dir is not None:
-            os.makedirs(launch.log_dir, exist_ok=True)
-            self._common[rank_file.LOG_FOLDER] = os.path.abspath(launch.log_dir)
-            say(f"each rank writes to its own file: {os.path.join(launch.log_dir, 'rank_N.log')}")
         self._running: dict[int, subprocess.Popen[Any]] = {}
         self._starts = dict.fromkeys(range(launch.nproc), 0)
         self._restarts = 0

@@ -74,6 +74,8 @@ class Launch:
             )
         if self.goes_on and self.max_nodes > 1:
             raise LaunchError("--elastic keeps a job on one machine going; leave out --nnodes, or --elastic")
+        if self.goes_on and (self.rdzv_conf or self.rdzv_id):
+            raise LaunchError("--elastic has settings and a name of its own for the rendezvous; leave out --rdzv_...")
         if self.max_nodes > 1:
             self._check_meeting()
 
