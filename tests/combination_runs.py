@@ -368,6 +368,9 @@ def differences(one, other, names=None):
 
 def surroundings(trainer):
     """Return what training and evaluating must leave as it was."""
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # loaders tell them to end, and wait for the workers alone
+            thread.join(30)
     hooks = [
         (name, attribute, len(value))
         for name, module in trainer.model.named_modules()

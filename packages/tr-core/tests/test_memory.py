@@ -60,7 +60,7 @@ def test_what_is_kept_and_what_was_only_the_peak_are_distinguished(make_trainer)
     metrics = trainer.train().metrics
     assert 96 * MIB < metrics["train_mem_cpu_alloc_delta"] < 192 * MIB
     assert 192 * MIB < metrics["train_mem_cpu_peaked_delta"] < 320 * MIB
-    assert trainer.threads == before
+    assert trainer.threads <= before  # of an earlier test some may end meanwhile
 
 
 @needs_proc
