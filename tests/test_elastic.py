@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import RankError, run_ranks
 
 STEPS, KILLS = 9, (3, 6)
+LIMIT_S = 300  # four processes with two workers each take a while to start
 SCHEDULES = [legs for length in (1, 2, 3) for legs in itertools.product((1, 2, 4), repeat=length)]
 
 
@@ -124,33 +126,44 @@ SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cl
 STRATEGIES = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}}
 
 
-def run(subject, folder, legs, options):
+def run(subject, root, legs, options):
     """Return the hashes of weights and logs at the end of legs, all of which but the last are killed."""
-    for leg, number in enumerate(legs[:-1]):
+    folder = root / "-".join(map(str, legs))
+    if len(legs) > 1:
+        shutil.copytree(killed(subject, root, legs[:-1], options), folder)
+    return run_ranks(train, legs[-1], subject, str(folder), options, timeout_s=LIMIT_S)[0][:2]
+
+
+def killed(subject, root, legs, options):
+    """Return the folder of a run that was killed in each of some legs; it is made once."""
+    folder = root / "-".join(["killed", *map(str, legs)])
+    if not folder.exists():
+        if len(legs) > 1:
+            shutil.copytree(killed(subject, root, legs[:-1], options), folder)
         with pytest.raises(RankError):
-            run_ranks(train, number, subject, folder, options, KILLS[leg], timeout_s=120)
-    return run_ranks(train, legs[-1], subject, folder, options, timeout_s=120)[0][:2]
+            run_ranks(train, legs[-1], subject, str(folder), options, KILLS[len(legs) - 1], timeout_s=LIMIT_S)
+    return folder
 
 
 # The other pairs are among the schedules of the night.
 @pytest.mark.parametrize(("subject", "strategy"), [("dense", "fsdp"), ("language", "ddp"), ("images", "ddp")])
 def test_one_two_and_four_processes_end_with_the_same_bits(subject, strategy, tmp_path):
     options = ELASTIC | STRATEGIES[strategy]
-    whole = run(subject, str(tmp_path / "whole"), (1,), options)
-    assert run(subject, str(tmp_path / "2"), (2,), options) == whole
-    assert run(subject, str(tmp_path / "4 1"), (4, 1), options) == whole
+    whole = run(subject, tmp_path, (1,), options)
+    assert run(subject, tmp_path, (2,), options) == whole
+    assert run(subject, tmp_path, (4, 1), options) == whole
     if strategy == "ddp":
-        assert run(subject, str(tmp_path / "3"), (3,), options) == whole
+        assert run(subject, tmp_path, (3,), options) == whole
 
 
 def test_replicas_and_shards_of_the_model_end_with_the_same_bits(tmp_path):
     options = ELASTIC | {"optim": "adamw_torch"}
-    replicas = run("dense", str(tmp_path / "ddp"), (1,), options)
-    assert run("dense", str(tmp_path / "fsdp"), (2,), options | STRATEGIES["fsdp"]) == replicas
+    replicas = run("dense", tmp_path / "ddp", (1,), options)
+    assert run("dense", tmp_path / "fsdp", (2,), options | STRATEGIES["fsdp"]) == replicas
 
 
 def test_the_ordinary_strategy_has_other_bits_on_two_processes(tmp_path):
-    both = [run("dense", str(tmp_path / str(n)), (n,), {"per_device_train_batch_size": 8 // n}) for n in (1, 2)]
+    both = [run("dense", tmp_path, (n,), {"per_device_train_batch_size": 8 // n}) for n in (1, 2)]
     assert both[0] != both[1]
 
 
@@ -159,9 +172,9 @@ def test_the_ordinary_strategy_has_other_bits_on_two_processes(tmp_path):
 @pytest.mark.slow
 def test_all_schedules_of_at_most_three_legs(subject, strategy, tmp_path, record_property):
     ends = {}
-    for number, legs in enumerate(SCHEDULES):
-        workers = {"dataloader_num_workers": 2 * (number % 2)} if subject == "images" else {}
-        ends[legs] = run(subject, str(tmp_path / str(number)), legs, ELASTIC | STRATEGIES[strategy] | workers)
+    for legs in SCHEDULES:
+        workers = {"dataloader_num_workers": 2 * (len(legs) % 2)} if subject == "images" else {}
+        ends[legs] = run(subject, tmp_path, legs, ELASTIC | STRATEGIES[strategy] | workers)
     print(subject, strategy, len(ends), set(ends.values()))
     assert len(set(ends.values())) == 1
     record_property("sha256", " ".join(next(iter(ends.values()))))
@@ -171,9 +184,9 @@ def test_all_schedules_of_at_most_three_legs(subject, strategy, tmp_path, record
 @pytest.mark.slow
 def test_eight_processes_and_one(subject, tmp_path):
     options = ELASTIC | {"virtual_shards": 8, "per_device_train_batch_size": 1}
-    whole = run(subject, str(tmp_path / "1"), (1,), options)
-    assert run(subject, str(tmp_path / "8"), (8,), options) == whole
-    assert run(subject, str(tmp_path / "8 2 8"), (8, 2, 8), options) == whole
+    whole = run(subject, tmp_path, (1,), options)
+    assert run(subject, tmp_path, (8,), options) == whole
+    assert run(subject, tmp_path, (8, 2, 8), options) == whole
 
 
 def test_a_run_is_that_of_as_many_ordinary_processes_as_there_are_shards(tmp_path):
@@ -192,7 +205,7 @@ def test_optimizers_on_replicas(optim, bf16, tmp_path):
     options = ELASTIC | {"optim": optim, "bf16": bf16, "optim_target_modules": "all-linear"}
     if not optim.startswith(("galore", "apollo")):
         del options["optim_target_modules"]
-    ends = {run("language", str(tmp_path / str(number)), (number,), options) for number in (1, 2, 4)}
+    ends = {run("language", tmp_path, (number,), options) for number in (1, 2, 4)}
     assert len(ends) == 1
 
 
