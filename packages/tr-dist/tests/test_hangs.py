@@ -575,3 +575,40 @@ def test_a_limit_of_0_starts_no_watch():
 def test_a_negative_limit_is_refused():
     with pytest.raises(ValueError, match=r"hang_timeout_s=-1 is negative; give seconds, or 0"):
         DDP(use_cpu=True, hang_timeout_s=-1)
+
+
+STARTS_A_THREAD = """
+import gc, threading
+from tr_dist.hangs.places import own_place
+
+class Starts:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):  # as the end of a loader's workers does
+        threading.Thread(target=int).start()
+
+own_place()
+for number in range(1, 40):
+    gc.disable()
+    stop = threading.Event()
+    others = [threading.Thread(target=stop.wait) for _ in range(30)]
+    for other in others:
+        other.start()
+    gc.collect()
+    Starts()
+    gc.set_threshold(number)
+    gc.enable()
+    own_place()
+    assert gc.isenabled()
+    gc.set_threshold(700)
+    stop.set()
+gc.collect()
+print("looked")
+"""
+
+
+def test_a_collection_of_garbage_that_starts_a_thread_does_not_hang_who_looks_where_threads_are():
+    command = [sys.executable, "-c", STARTS_A_THREAD]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "looked\n", ended.stderr

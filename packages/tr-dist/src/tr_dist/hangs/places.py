@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -75,9 +76,25 @@ def place_of(frame: FrameType | None) -> Place:
     )
 
 
+def _frames() -> dict[int, FrameType]:
+    """Return the frame that each thread of this process is in, by the thread's identifier.
+
+    Python makes objects of frames while it holds the lock of all threads. A collection of garbage in between may run
+    what starts a thread, as the end of a loader's workers does, and the whole process would wait for that lock (Python
+    3.11; https://github.com/python/cpython/issues/106883).
+    """
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
 def own_place() -> Place:
     """Return where the main thread of this process is, or the thread that works for it while ranks wait."""
-    frames, waiting = sys._current_frames(), slow_work.current
+    frames, waiting = _frames(), slow_work.current
     thread = None if waiting is None else waiting.thread
     if thread in frames:
         return replace(place_of(frames[thread]), exchange="")
@@ -89,7 +106,7 @@ def own_stacks() -> str:
     """Return the Python stacks of the threads of this process, the main thread's first, without the calling one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    frames = {ident: frame for ident, frame in _frames().items() if ident != threading.get_ident()}
     found = []
     for ident in sorted(frames, key=lambda ident: ident != main):
         found.append(f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frames[ident])))
