@@ -11,6 +11,7 @@ from torch import nn
 
 from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
+from tr_log.report.run_folder import RunFolder
 
 BAD = 777.0  # features of this value make a batch's loss NaN
 INFINITE = 555.0  # and of this one infinite, with finite gradients
@@ -117,6 +118,16 @@ def test_metrics_and_tokens_of_two_ranks_are_those_of_one_process(tmp_path, numb
     (evaluated,) = [entry for entry in history if "eval_loss" in entry]
     assert evaluated["eval_ce"] + evaluated["eval_half"] == pytest.approx(evaluated["eval_loss"], rel=1e-6)
     assert evaluated["eval_of rank 1"] == 1.0
+
+
+def test_the_events_have_what_each_rank_spent_its_time_on(tmp_path):
+    run_ranks(train, 2, str(tmp_path), 16, {}, timeout_s=120)
+    (session,) = RunFolder.read(tmp_path).sessions
+    for place, phases in session.processes:
+        assert place == ""
+        assert {"start", "compute", "evaluation"} <= set(phases)
+        assert 0 < sum(phases.values()) <= session.end_s - session.start_s
+    assert len(session.processes) == 2
 
 
 def test_a_trial_of_what_fits_into_memory_logs_nothing(tmp_path):

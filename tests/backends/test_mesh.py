@@ -481,3 +481,4 @@ def test_the_page_of_a_run_has_the_sizes_of_its_mesh(tmp_path):
     run_ranks(write_page, 2, str(tmp_path), timeout_s=300)
     page = (tmp_path / "report.html").read_text("utf-8")
     assert """["processes","2 ({'tp_size': 2})"]""" in page
+    assert '"processes":[{"name":"0 (tp 0)","split":{' in page

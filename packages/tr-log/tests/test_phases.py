@@ -39,6 +39,18 @@ def test_waiting_for_data_is_taken_out_of_computing(now):
     assert clock.take() == {}
 
 
+def test_the_total_has_all_that_was_taken_and_takes_nothing(now):
+    clock = PhaseClock(COMPUTE)
+    now[0] += 10
+    clock.waited_s += 3
+    assert clock.total() == {"compute": 7, "data": 3}
+    assert clock.take() == {"compute": 7, "data": 3}
+    now[0] += 5
+    assert clock.total() == {"compute": 12, "data": 3}
+    assert clock.training_s == 15
+    assert clock.take() == {"compute": 5}
+
+
 def test_the_time_of_training_has_no_evaluation_and_no_save_and_goes_on_over_reports(now):
     with phase_clock() as clock:
         now[0] += 1

@@ -78,6 +78,15 @@ def test_the_split_sums_up_though_the_clocks_of_two_machines_differ(tmp_path):
     assert sum(time_split(run.sessions).values()) == wall_time(run.sessions) == 24.0
 
 
+def test_the_page_has_the_time_of_each_process_with_its_place(tmp_path):
+    rows = [{"place": "tp 0", "phases": {"compute": 3.0, "data": "?"}}, {"place": "", "phases": {"compute": 2.0}}, 7]
+    run = RunFolder.read(
+        write_run(tmp_path, [start_event(1.0), {"event": "processes", "time_s": 4.0, "processes": rows}])
+    )
+    expected = [{"name": "0 (tp 0)", "split": {"compute": 3.0}}, {"name": "1", "split": {"compute": 2.0}}]
+    assert page_data([run])["runs"][0]["processes"] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "greater", "best"),
     [

@@ -110,6 +110,7 @@ class Strategy(Collectives, Protocol):
             computes each loss. Overrides of a step are refused then.
         sizes: numbers of processes, above 1, over which each sample, or the experts, are divided, named as in
             `parallelism_config`: `tp_size`.
+        coordinates: place of this process in each direction of a mesh, by name, from 0; empty without a mesh.
     """
 
     acts_on: frozenset[str]
@@ -119,6 +120,7 @@ class Strategy(Collectives, Protocol):
     members: Any
     schedules_micro_batches: bool
     sizes: Mapping[str, int]
+    coordinates: Mapping[str, int]
 
     def check_model(self, model: nn.Module) -> None:
         """Raise `ValueError` if `prepare` would refuse the model for its form. Changes nothing; not collective."""

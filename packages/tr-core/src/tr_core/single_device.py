@@ -54,6 +54,7 @@ class StrategyDefaults:
     acts_on: frozenset[str] = frozenset()
     accelerator: Any = None
     sizes: Mapping[str, int] = {}
+    coordinates: Mapping[str, int] = {}
     binds_optimizer = False
     members: Any = None
     schedules_micro_batches = False
@@ -101,7 +102,7 @@ class StrategyDefaults:
         return nullcontext()
 
 
-_ATTRIBUTES = ("acts_on", "accelerator", "sizes", "members", "schedules_micro_batches")
+_ATTRIBUTES = ("acts_on", "accelerator", "sizes", "coordinates", "members", "schedules_micro_batches")
 
 
 def complete_strategy(strategy: Any) -> Strategy:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -128,6 +128,7 @@ class ProcessGroup(Exchanges):
         local_rank: number of this process on its machine, from 0.
         world_size: number of processes.
         backend: the backend for collectives.
+        coordinates: place of this process in each direction of a mesh, by name, from 0; empty without a mesh.
 
     Raises:
         ValueError: the backend is not available or not for this device, or `timeout_s` is not positive, or
@@ -135,6 +136,8 @@ class ProcessGroup(Exchanges):
         ConnectionError: the ranks did not find each other.
         RuntimeError: the existing group differs from the environment.
     """
+
+    coordinates: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -177,11 +180,6 @@ class ProcessGroup(Exchanges):
         self._agreeing = self._join_to_agree()
         if self._agreeing is not None and hang_timeout_s != 0:
             self._watch_for_hangs(hang_timeout_s, timeout_s)
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Return the place of this process in each direction of a mesh, by name, from 0; empty without a mesh."""
-        return {}
 
     def _make(
         self, environment: LaunchEnvironment, backend: str, timeout_s: float, store: dist.Store | None = None

@@ -44,9 +44,10 @@ class EventsFile(EveryEvent):
     by which command and commit, the model, with which arguments, set where), `time` (the step, and since the last one
     the seconds of each phase, and how busy the machine was), `rates` (at each log, the figures of
     `tr_log.phases.PhaseClock.rates`), `updates` (how many were skipped, or not finite, since the last log),
-    `evaluation`, `checkpoint`, `warning`, `profile` (what a recording of some steps found), `end`, and, also after the
-    end, `drawing` (a matrix or a table that was logged) and `prediction` (its metrics). A resumed run appends; nothing
-    is removed, so that time spent twice shows. A new run keeps the file of an earlier one as `events-1.jsonl`.
+    `evaluation`, `checkpoint`, `warning`, `profile` (what a recording of some steps found), `processes` (of a run with
+    several: the seconds of each phase in each), `end`, and, also after the end, `drawing` (a matrix or a table that was
+    logged) and `prediction` (its metrics). A resumed run appends; nothing is removed, so that time spent twice shows. A
+    new run keeps the file of an earlier one as `events-1.jsonl`.
 
     A `time` event is written a quarter of a second after the last one at the soonest, in a long run later: after a kill
     the last one tells when the run was alive.

@@ -67,7 +67,7 @@ class PhaseClock:
         self._phase = phase
         self._since_s = time.perf_counter()
         self._seconds: dict[str, float] = {}
-        self._trained_s = 0.0  # before the last `take`
+        self._taken: dict[str, float] = {}  # all that `take` returned
 
     @property
     def phase(self) -> str:
@@ -78,7 +78,7 @@ class PhaseClock:
     def training_s(self) -> float:
         """Seconds so far of loading data, computing and exchange together: without evaluations, saves and the start."""
         running_s = time.perf_counter() - self._since_s if self._phase in TRAINING else 0.0
-        return self._trained_s + sum(self._seconds.get(name, 0.0) for name in TRAINING) + running_s
+        return running_s + sum(self._seconds.get(name, 0.0) + self._taken.get(name, 0.0) for name in TRAINING)
 
     def switch(self, phase: str) -> str:
         """Make a phase the active one, and return the one before."""
@@ -89,10 +89,20 @@ class PhaseClock:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call."""
-        self.switch(self._phase)
+        self._divide()
         seconds, self._seconds = self._seconds, {}
-        self._trained_s += sum(seconds.get(name, 0.0) for name in TRAINING)
-        exchanged_s = self.exchanged_s()
+        self._taken = _sum(self._taken, seconds)
+        return seconds
+
+    def total(self) -> dict[str, float]:
+        """Return the seconds of each phase since the clock began; what `take` returns next stays."""
+        self._divide()
+        return _sum(self._taken, self._seconds)
+
+    def _divide(self) -> None:
+        """Count until now, and what `compute` counted of other phases as these."""
+        self.switch(self._phase)
+        seconds, exchanged_s = self._seconds, self.exchanged_s()
         self.knows_exchange = exchanged_s is not None
         for name, waited_s in ((DATA, self.waited_s), (EXCHANGE, exchanged_s or 0.0)):
             waited_s = min(waited_s, seconds.get(COMPUTE, 0.0))
@@ -100,7 +110,11 @@ class PhaseClock:
                 seconds[COMPUTE] -= waited_s
                 seconds[name] = seconds.get(name, 0.0) + waited_s
         self.waited_s = 0.0
-        return {name: value for name, value in seconds.items() if value > 0}
+        self._seconds = {name: value for name, value in seconds.items() if value > 0}
+
+
+def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 def _nothing(*values: object, **named: object) -> None:

@@ -95,11 +95,6 @@ class Mesh(FSDP):
         """Return this process among those that compute other samples."""
         return self._data
 
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Return the place of this process in each direction above size 1, by name, from 0."""
-        return self._coordinates
-
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients of a scalar loss."""
         with ExitStack() as around:
@@ -138,7 +133,7 @@ class Mesh(FSDP):
             self.adopts = self._whole["tp"].mesh.tolist()
         ranks = self._whole.mesh.view(stages, replicas, shards, pieces, parts)
         places = zip(names, ranks.shape, (ranks == self.rank).nonzero()[0].tolist(), strict=True)
-        self._coordinates = {name: place for name, size, place in places if size > 1}
+        self.coordinates = {name: place for name, size, place in places if size > 1}
         if far := far_neighbours(near, environment.local_world_size, self.world_size):
             warning_once(_logger, "%s", far)
         self._data = self._among(ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist())

@@ -114,6 +114,7 @@ def _run(run: RunFolder, name: str, most_marks: int, most_pairs: int) -> dict[st
         "sessions": [_session(session, start_s or 0.0, most_marks) for session in run.sessions],
         "wall": round(wall_time(run.sessions), 3),
         "split": {part: round(seconds, 3) for part, seconds in time_split(run.sessions).items()},
+        "processes": _times_of_processes(last) if last else [],
         "warnings": _warnings(run, start_s or 0.0),
         "machine": _machine(last) if last else [],
     }
@@ -287,6 +288,14 @@ def _processes(info: Mapping[str, Any]) -> str:
     """Return the number of processes, and the sizes that they were spread by, as they were given."""
     sizes = info.get("arguments", {}).get("parallelism_config")
     return str(info.get("world_size", 1)) + (f" ({sizes})" if sizes else "")
+
+
+def _times_of_processes(session: Session) -> list[dict[str, Any]]:
+    """Return the name of each process and its seconds by part."""
+    return [
+        {"name": f"{rank} ({place})" if place else str(rank), "split": phases}
+        for rank, (place, phases) in enumerate(session.processes)
+    ]
 
 
 def _machine(session: Session) -> list[list[str]]:

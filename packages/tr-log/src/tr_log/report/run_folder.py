@@ -42,6 +42,7 @@ class Session:
         rates: throughput at each log, as it is in the file, and how busy the machine was.
         predictions: the metrics of each prediction, also of those after its end.
         drawings: matrices and tables, also of those after its end.
+        processes: of several, the place in a mesh and the seconds of each phase, by rank; empty if the run was killed.
         measures_exchange: whether the time of exchanging gradients is that of exchange; else it is part of computing.
         is_last: no later one began.
         longest_silence_s: seconds between two events, at most.
@@ -57,6 +58,7 @@ class Session:
     rates: list[dict[str, Any]] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
     drawings: list[dict[str, Any]] = field(default_factory=list)
+    processes: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     measures_exchange: bool = False
     is_last: bool = True
     longest_silence_s: float = 0.0
@@ -236,18 +238,29 @@ def _add(session: Session, kind: str, when: float, event: dict[str, Any]) -> Non
         session.step = step
     if kind == "time":
         session.measures_exchange |= event.get("measures_exchange") is True
-        phases = event.get("phases")
-        known = phases if isinstance(phases, dict) else {}
-        session.times.append((when, session.step, {k: v for k, v in known.items() if isinstance(v, int | float)}))
+        session.times.append((when, session.step, _phases(event)))
         if isinstance(load := event.get("load"), dict):
             session.rates.append({**load, "step": session.step})
     elif kind == "rates":
-        if isinstance(step, int):
-            session.rates.append(event)
+        session.rates += [event] if isinstance(step, int) else []
+    elif kind == "processes":
+        session.processes = _processes(event)
     elif kind == "end":
         session.ended, session.error = str(event.get("status", "finished")), str(event.get("error", ""))
     elif kind != "start":
         session.marks.append(event)
+
+
+def _processes(event: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    rows = event.get("processes")
+    known = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [(str(row.get("place", "")), _phases(row)) for row in known]
+
+
+def _phases(event: dict[str, Any]) -> dict[str, float]:
+    phases = event.get("phases")
+    known = phases if isinstance(phases, dict) else {}
+    return {name: value for name, value in known.items() if isinstance(value, int | float)}
 
 
 def _is_alive(session: Session) -> bool:

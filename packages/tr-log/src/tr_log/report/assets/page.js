@@ -667,12 +667,12 @@ function showDetails() {
   showTables(run);
 }
 
-function barOf(run) {
-  const bar = element("div", { class: "bar", "aria-hidden": "true" }), idle = run.split.idle || 0;
-  const whole = idle > run.wall / 2 ? run.wall - idle : run.wall;
+function barOf({ split, wall }) {
+  const bar = element("div", { class: "bar", "aria-hidden": "true" }), idle = split.idle || 0;
+  const whole = idle > wall / 2 ? wall - idle : wall;
   for (const { key, text } of data.parts) {
-    const seconds = run.split[key] || 0;
-    if (seconds < 0.005 || (key === "idle" && whole < run.wall)) continue;
+    const seconds = split[key] || 0;
+    if (seconds < 0.005 || (key === "idle" && whole < wall)) continue;
     bar.append(element("span", { class: `part ${key}`, style: `background-color:${PARTS[key]};width:${100 * seconds / whole}%`, title: text }));
   }
   return bar;
@@ -690,7 +690,20 @@ function splitOf(run) {
     body.append(row(name, seconds, (100 * seconds / run.wall).toFixed(1) + " %"));
   }
   body.append(row(element("th", { scope: "row" }, "total"), run.wall, ""));
-  return element("div", {}, barOf(run), element("div", { class: "scroll" }, element("table", { class: "split" }, body)));
+  const table = element("div", { class: "scroll" }, element("table", { class: "split" }, body));
+  return element("div", {}, barOf(run), table, ...(run.processes.length ? [processesOf(run)] : []));
+}
+
+function processesOf(run) {
+  const sum = (split) => Object.values(split).reduce((all, seconds) => all + seconds, 0);
+  const wall = Math.max(...run.processes.map(({ split }) => sum(split)));
+  const parts = data.parts.filter(({ key }) => run.processes.some(({ split }) => split[key] >= 0.005));
+  const cell = (seconds) => element("td", { class: "number" }, seconds >= 0.005 ? duration(seconds) : "");
+  const rows = run.processes.map(({ name, split }) => element("tr", {}, element("th", { scope: "row" }, name),
+    element("td", { class: "wide" }, barOf({ split, wall })), ...parts.map(({ key }) => cell(split[key] || 0))));
+  const head = ["process", "", ...parts.map(({ text }) => text)].map((text) => element("th", { scope: "col" }, text));
+  const table = element("table", { class: "processes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
+  return folded(run, `By process (${run.processes.length})`, element("div", { class: "scroll" }, table));
 }
 
 // Seconds of a run to a share of its width. Long times between two calls of train are drawn short.
