@@ -700,8 +700,8 @@ function processesOf(run) {
   const parts = data.parts.filter(({ key }) => run.processes.some(({ split }) => split[key] >= 0.005));
   const cell = (seconds) => element("td", { class: "number" }, seconds >= 0.005 ? duration(seconds) : "");
   const rows = run.processes.map(({ name, split }) => element("tr", {}, element("th", { scope: "row" }, name),
-    element("td", { class: "wide" }, barOf({ split, wall })), ...parts.map(({ key }) => cell(split[key] || 0))));
-  const head = ["process", "", ...parts.map(({ text }) => text)].map((text) => element("th", { scope: "col" }, text));
+    element("td", {}, barOf({ split, wall })), ...parts.map(({ key }) => cell(split[key] || 0))));
+  const head = ["process", "its time", ...parts.map(({ text }) => text)].map((text) => element("th", { scope: "col" }, text));
   const table = element("table", { class: "processes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
   return folded(run, `By process (${run.processes.length})`, element("div", { class: "scroll" }, table));
 }
