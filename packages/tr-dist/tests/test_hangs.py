@@ -577,6 +577,19 @@ def test_a_negative_limit_is_refused():
         DDP(use_cpu=True, hang_timeout_s=-1)
 
 
+def test_a_process_that_left_is_not_sent_the_signal_for_stacks_which_would_end_it():
+    made = HangWatch(0, 2, LIMITS)
+    silent = {"silent_s": 40, "state": "S", "takes_signal": True}
+    with subprocess.Popen(["sleep", "60"]) as process:
+        rank = standing(1, **silent)
+        left = dataclasses.replace(rank, note=dataclasses.replace(rank.note, pid=process.pid, left="after train()"))
+        assert not made._signal_the_silent([left])
+        member = dataclasses.replace(rank, note=dataclasses.replace(left.note, left=""))
+        assert process.poll() is None
+        assert made._signal_the_silent([member])
+        assert process.wait(30) == -watch._STACKS_SIGNAL
+
+
 STARTS_A_THREAD = """
 import gc, threading
 from tr_dist.hangs.places import own_place
