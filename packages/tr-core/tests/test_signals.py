@@ -310,3 +310,41 @@ def test_a_signal_to_a_worker_that_has_just_been_started_does_not_end_it(saving,
     monkeypatch.setattr(f"{__name__}.WHEN_FORKED", [lambda: os.kill(os.getpid(), number)])
     trainer = saving(dataloader_num_workers=2, dataloader_multiprocessing_context="fork")
     assert trainer.train().global_step == 10
+
+
+KILLED_WITH_WORKERS = """
+import multiprocessing, os, signal, sys
+import torch
+from tr_core import Trainer, TrainerCallback, TrainingArguments
+
+class Killed(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return {"loss": super().forward(x).sum()}
+
+if __name__ == "__main__":
+    args = TrainingArguments(
+        sys.argv[1], max_steps=5, use_cpu=True, report_to="none", disable_tqdm=True, dataloader_num_workers=2,
+        dataloader_multiprocessing_context="forkserver", save_strategy=sys.argv[2],
+    )
+    Trainer(Model(2, 1), args, train_dataset=[{"x": torch.ones(2)}] * 99, callbacks=[Killed()]).train()
+"""
+
+
+@pytest.mark.parametrize("save_strategy", ["no", pytest.param("steps", marks=pytest.mark.slow)])
+def test_workers_of_a_fork_server_end_with_a_process_that_was_killed(tmp_path, save_strategy):
+    script = tmp_path / "train.py"
+    script.write_text(KILLED_WITH_WORKERS)
+    command = [sys.executable, str(script), str(tmp_path / "out"), save_strategy]
+    ended = subprocess.run(command, timeout=120, stdout=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    workers = [int(number) for number in ended.stdout.split()]
+    assert len(workers) == 2
+    until_s = time.monotonic() + 60
+    while alive := [number for number in workers if os.path.exists(f"/proc/{number}")]:
+        assert time.monotonic() < until_s, alive
+        time.sleep(0.1)

@@ -18,7 +18,7 @@ from tr_core.data.length_grouping import LengthGrouping, measure_lengths
 from tr_core.data.sampler import EpochSampler, UserSampler, draw_permutation, has_length, num_micro_batches
 from tr_core.data.virtual_shards import VirtualShards, replicas
 from tr_core.model_io import base_model
-from tr_core.preemption.signals import blocked_signals, ignore_group_signals, saves_on_signal
+from tr_core.preemption.signals import blocked_signals, end_with_parent, ignore_group_signals, saves_on_signal
 from tr_core.protocols import Collectives
 
 # Options that may be assigned to a built loader. They are read when an iteration begins.
@@ -312,7 +312,7 @@ def _loader(
         "persistent_workers": args.dataloader_persistent_workers and workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context if workers else None,
-        "worker_init_fn": ignore_group_signals if workers and saves_on_signal(args) else None,
+        "worker_init_fn": (ignore_group_signals if saves_on_signal(args) else end_with_parent) if workers else None,
         # The loader draws its workers' base seed from here, not from the stream that dropout uses.
         "generator": torch.Generator().manual_seed(seed),
     }

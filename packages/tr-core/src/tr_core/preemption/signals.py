@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -234,6 +235,22 @@ def ignore_group_signals(worker_id: int) -> None:
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_on_parent_signal, daemon=True, name="signals of the parent").start()
+    end_with_parent()
+
+
+def end_with_parent(worker_id: int = 0) -> None:
+    """End a new worker process when its parent has ended, also if a fork server started it.
+
+    Torch's workers look whether the process that started them is there. A fork server is, as long as they are.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True, name="end of the parent").start()
+
+
+def _exit_after(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -254,6 +271,8 @@ def blocked_signals() -> Iterator[None]:
 
 
 def _exit_on_parent_signal() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    parent = multiprocessing.parent_process()
+    number = os.getppid() if parent is None else parent.pid
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != number:
         pass
     os._exit(0)

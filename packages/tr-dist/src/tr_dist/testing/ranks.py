@@ -194,6 +194,8 @@ def _run_rank(
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)
+    # A rank starts processes, as those that load data, as one of a launcher does, and not as this one was started.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     module_name, file, qualified_name, arguments = work
     try:
         function = getattr(load_module(module_name, file), qualified_name)
