@@ -310,8 +310,7 @@ REFUSALS = {
 
 def attempt(case):
     from tr_dist.mesh import Mesh
-    from tr_dist.mesh.context import Context
-    from tr_dist.mesh.sequence import Sequences
+    from tr_dist.mesh.sequence import Context, Sequences
 
     build, size, batch, _ = REFUSALS[case]
     kind, names = Context if case == "flash" else Sequences, ["labels"] if case == "a mask of labels" else None
@@ -359,8 +358,7 @@ def test_labels_of_any_name_are_those_that_label_names_names():
 def exchanges(name):
     """Return the bytes of each all-to-all of a forward and backward, whole logits, and dropout's numbers of a piece."""
     from tr_dist.mesh import Mesh, attention
-    from tr_dist.mesh.context import Context
-    from tr_dist.mesh.sequence import Sequences
+    from tr_dist.mesh.sequence import Context, Sequences
 
     sent, exchange = [], attention.exchange
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tr_dist.mesh.experts import Experts, experts_of, share_out
+from tr_dist.mesh.experts import Experts, Tokens, experts_of, share_out
 
 
 class Stacked(nn.Module):
@@ -56,9 +56,10 @@ def mesh(size):
     ],
 )
 def test_a_module_that_cannot_be_shared_out_is_refused(module, said):
-    tokens = SimpleNamespace(ranks=SimpleNamespace(world_size=4))
+    tokens = Tokens([])
+    tokens.brought = 4
     with pytest.raises(ValueError, match=said):
-        share_out("layer", module, mesh(4), tokens, None)
+        share_out("layer", module, mesh(4), tokens)
 
 
 @pytest.mark.parametrize(

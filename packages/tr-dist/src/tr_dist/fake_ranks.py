@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -52,14 +52,15 @@ def fake_rank(rank: int, world_size: int, *, local_world_size: int | None = None
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
     }
-    alike: dict[str, Any] = {"sum": _sum, "gather_objects": _gather_objects, "all_reduce_max": _agree}
-    alike["_join_to_agree"] = lambda group: None  # it would use gloo, and wait for the other ranks
     with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
         for name in _EXCHANGED_ELSEWHERE:
             os.environ.pop(name, None)
-        # gloo would wait for the other ranks
-        of_data = mock.patch.multiple(DataRanks, agrees_by="fake", **{k: v for k, v in alike.items() if k[0] != "_"})
-        with mock.patch.multiple(ProcessGroup, **alike), of_data:
+        with (
+            mock.patch.multiple(Exchanges, sum=_sum, gather_objects=_gather_objects),
+            # gloo would wait for the other ranks
+            mock.patch.object(ProcessGroup, "_join_to_agree", return_value=None),
+            mock.patch.object(DataRanks, "agrees_by", "fake"),
+        ):
             store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
             dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
             try:
@@ -74,7 +75,3 @@ def _sum(group: Exchanges, tensor: torch.Tensor) -> torch.Tensor:
 
 def _gather_objects(group: Exchanges, value: Any) -> list[Any]:
     return [value] * group.world_size
-
-
-def _agree(group: Exchanges, values: Sequence[int]) -> Callable[[], list[int]]:
-    return lambda: list(values)

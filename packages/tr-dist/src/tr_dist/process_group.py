@@ -50,6 +50,7 @@ class Exchanges:
     world_size: int
     _group: Any = None  # torch's default group
     _host: torch.device
+    _agreeing: Any  # torch's group of these processes for `all_reduce_max`; None of one alone
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks, on every rank; the argument is unchanged. No sync."""
@@ -79,6 +80,23 @@ class Exchanges:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to find the largest of each of `values` over all ranks; the returned function waits. On the host.
+
+        All ranks start such calls in the same order.
+        """
+        if self._agreeing is None:
+            return lambda: list(values)
+        largest = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
+
+        def read() -> list[int]:
+            if work is not None:
+                work.wait()
+            return largest.tolist()
+
+        return read
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
@@ -232,19 +250,8 @@ class ProcessGroup(Exchanges):
         All ranks start such calls in the same order. On one machine they use a page of shared memory and no
         collective, on several a gloo group of their own: they wait for no other exchange and none waits for them.
         """
-        if self._agreeing is None:
-            return lambda: list(values)
-        if isinstance(self._agreeing, SharedPage):
-            return self._agreeing.all_reduce_max(values)
-        largest = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
-
-        def read() -> list[int]:
-            if work is not None:
-                work.wait()
-            return largest.tolist()
-
-        return read
+        of_page = isinstance(self._agreeing, SharedPage)
+        return self._agreeing.all_reduce_max(values) if of_page else super().all_reduce_max(values)
 
     def _join_to_agree(self) -> Any:
         """Return the page or the gloo group of `all_reduce_max`, None for one rank alone.

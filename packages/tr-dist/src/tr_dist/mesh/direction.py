@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +90,30 @@ class NotGathered:
     @classmethod
     def __torch_function__(cls, *arguments: Any) -> Any:
         raise TypeError(cls.why)
+
+
+@contextmanager
+def computing_with(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let a module compute with tensors in place of some of its own parameters in a block."""
+    own = dict(module._parameters)
+    module._parameters.update(parameters)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+@contextmanager
+def as_in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation in a block."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def sizes_that_divide(*numbers: int) -> str:

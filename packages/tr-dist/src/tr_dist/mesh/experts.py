@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tr_dist.base import some_of
 from tr_dist.mesh.data_ranks import DataRanks
-from tr_dist.mesh.direction import Direction, matching, sizes_that_divide
+from tr_dist.mesh.direction import Direction, computing_with, matching, sizes_that_divide
 
 _OF_MODULES = ("experts", "ep_dispatch_experts")
-# torch has renamed them, and warns about the former names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OF_WEIGHTS = "grouped_gemm"  # in plans of transformers: the weights of such a module, which are found without
 
 
@@ -63,10 +59,10 @@ class Experts(Direction):
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Share out the experts of the plan; see `Direction.divide`."""
         modules = experts_of(model, self._plan)
-        self._tokens = tokens = _Tokens(self._ep)
-        peers = mesh["tp"]
+        peers = [mesh["tp"]] if mesh["tp"].size() > 1 else []
+        self._tokens = tokens = Tokens(peers, self._ep)
         for name, module in modules.items():
-            share_out(name, module, self._mesh["expert"], tokens, peers.get_group() if peers.size() > 1 else None)
+            share_out(name, module, self._mesh["expert"], tokens)
         model.register_forward_pre_hook(tokens.begin)
         model.register_forward_hook(tokens.end, always_call=True)
         self._modules = list(modules.values())
@@ -108,9 +104,7 @@ def experts_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, n
     return found
 
 
-def share_out(
-    name: str, module: nn.Module, mesh: DeviceMesh, tokens: _Tokens | None, peers: dist.ProcessGroup | None
-) -> None:
+def share_out(name: str, module: nn.Module, mesh: DeviceMesh, tokens: Tokens) -> None:
     """Keep this process's experts of a module, and have its forward compute with those of all; in place.
 
     Args:
@@ -120,8 +114,7 @@ def share_out(
             of the experts that are here; what is elsewhere has the number of experts here, which it must skip, and
             weight 0. Its attribute `num_experts`, if it has one, becomes the number of experts here.
         mesh: the processes that share them, with one dimension.
-        tokens: those of them that hold other tokens; None if all hold the same.
-        peers: those of them that hold the same tokens; None if there are none.
+        tokens: which of them hold which tokens.
 
     Raises:
         ValueError: the parameters are not stacked experts, or their number is not a multiple.
@@ -136,8 +129,8 @@ def share_out(
         )
     number = numbers.pop()
     if number % size:
-        of = f"ep_size={tokens.ranks.world_size}" if tokens else f"tp_size={size}"
-        of += f" x tp_size={size // tokens.ranks.world_size}" if tokens and peers else ""
+        sizes = {"ep_size": tokens.brought, "tp_size": size // tokens.brought}
+        of = " x ".join(f"{key}={value}" for key, value in sizes.items() if value > 1)
         raise ValueError(f"{of} does not divide the {number} experts of {name}; {sizes_that_divide(number)} do")
     here, first = number // size, mesh.get_local_rank() * (number // size)
     for key, parameter in parameters.items():
@@ -149,9 +142,7 @@ def share_out(
         vars(module)["num_experts"] = here
     if hasattr(module, "_is_expert_parallel"):  # those of transformers skip what is elsewhere only then
         vars(module)["_is_expert_parallel"] = True
-    vars(module)["forward"] = partial(
-        _on_all_tokens, name, module, module.forward, (first, here, number), tokens, peers
-    )
+    vars(module)["forward"] = partial(_on_all_tokens, name, module, module.forward, (first, here, number), tokens)
 
 
 def _on_all_tokens(
@@ -159,8 +150,7 @@ def _on_all_tokens(
     module: nn.Module,
     forward: Callable[..., torch.Tensor],
     experts: tuple[int, int, int],
-    tokens: _Tokens | None,
-    peers: dist.ProcessGroup | None,
+    tokens: Tokens,
     *arguments: torch.Tensor,
     **named: torch.Tensor,
 ) -> torch.Tensor:
@@ -174,39 +164,56 @@ def _on_all_tokens(
         )
     hidden, numbers, weights = given
     own = hidden.shape[0]
-    ranks = None
-    if tokens is not None:
-        ranks, most = tokens.ranks, tokens.most(name, own)
+    if tokens.ranks is not None:
+        most = tokens.most(name, own)
         if module.training:
             tokens.count(name, numbers, number)
-        hidden, weights = (_Gathered.apply(_padded(value, most), ranks) for value in (hidden, weights))
-        numbers = _gather(_padded(numbers, most, -1), ranks)
+        hidden, weights, numbers = _padded(hidden, most), _padded(weights, most), _padded(numbers, most, -1)
+    hidden, weights, numbers = tokens.bring(hidden), tokens.bring(weights), tokens.bring(numbers)
     is_elsewhere = (numbers < first) | (numbers >= first + here)
     numbers = torch.where(is_elsewhere, here, numbers - first)
     parameters = {key: parameter.to_local() for key, parameter in module._parameters.items()}  # type: ignore[union-attr]
-    tie, hidden, weights, *local = _Tied.apply(peers, hidden, weights, *parameters.values())
-    divided = dict(module._parameters)
-    module._parameters.update(zip(divided, local, strict=True))
-    try:
-        output = forward(hidden, numbers, weights.masked_fill(is_elsewhere, 0.0))
-    finally:
-        module._parameters.update(divided)
-    summed = _Summed.apply(output, tie, ranks, peers)
+    tie, hidden, weights, *local = _Tied.apply(tokens.brought, hidden, weights, *parameters.values())
+    with computing_with(module, dict(zip(parameters, local, strict=True))):
+        output = forward(hidden, numbers, weights.masked_fill(is_elsewhere, 0.0)) + tie
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / tokens.brought)
+    summed = tokens.sum_of_own(output)
     return summed if summed.shape[0] == own else summed[:own].clone()  # fully_shard wants no views
 
 
-class _Tokens:
-    """How many tokens each process brings at most, agreed on the host once a forward of the model.
+class Tokens:
+    """The tokens of the processes that share experts: those of `ranks` differ, those of `peers` are the same.
+
+    How many each process brings at most is agreed on the host once a forward of the model.
 
     Attributes:
-        ranks: the processes whose tokens are brought together.
+        ranks: the processes whose tokens are brought together; None if all have the same.
+        brought: number of processes whose tokens are brought together.
         loads: routes of this process's tokens to each expert since the loads were last taken, by module.
     """
 
-    def __init__(self, ranks: DataRanks) -> None:
-        self.ranks = ranks
+    def __init__(self, peers: Sequence[DeviceMesh], ranks: DataRanks | None = None) -> None:
+        self.ranks, self.brought = ranks, 1 if ranks is None else ranks.world_size
         self.loads: dict[str, torch.Tensor] = {}
+        self._places: list[tuple[DeviceMesh, Shard | Replicate]] = [(mesh, Replicate()) for mesh in peers]
+        if ranks is not None:
+            self._places.append((DeviceMesh.from_group(ranks.group, ranks.device.type), Shard(0)))
         self._is_within, self._agreed = False, (0, 0)
+
+    def bring(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all processes; the backward sums the gradients of each one's rows."""
+        for mesh, place in self._places:
+            rows = DTensor.from_local(values, mesh, [place], run_check=False).redistribute(placements=[Replicate()])
+            values = rows.to_local(grad_placements=[Partial()])
+        return values
+
+    def sum_of_own(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this process's own rows, summed over all; the backward brings the gradients of all rows."""
+        for mesh, place in self._places:
+            parts = DTensor.from_local(values, mesh, [Partial()], run_check=False)
+            values = parts.redistribute(placements=[place]).to_local()
+        return values
 
     def begin(self, model: nn.Module, inputs: Any) -> None:
         """Begin a forward of the model."""
@@ -245,73 +252,22 @@ def _padded(values: torch.Tensor, number: int, value: float = 0.0) -> torch.Tens
     return nn.functional.pad(values, (0, 0, 0, missing), value=value) if missing else values
 
 
-def _gather(values: torch.Tensor, ranks: DataRanks) -> torch.Tensor:
-    gathered = values.new_empty((ranks.world_size * values.shape[0], *values.shape[1:]))
-    _all_gather(gathered, values.contiguous(), group=ranks.group)
-    return gathered
-
-
-def _sum_of_own(values: torch.Tensor, ranks: DataRanks) -> torch.Tensor:
-    own = values.new_empty((values.shape[0] // ranks.world_size, *values.shape[1:]))
-    _reduce_scatter(own, values.contiguous(), group=ranks.group)
-    return own
-
-
-# The weights' gradients are those of the tokens of `ep` processes together, and are averaged over the others alone. So
-# between the two functions gradients are divided by their number: the mean is that over all.
-
-
-class _Gathered(torch.autograd.Function):
-    """The rows of all processes; its backward sums the gradients of each one's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: DataRanks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return _gather(values, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _sum_of_own(gradients[0], ctx.ranks) * ctx.ranks.world_size, None
-
-
-class _Summed(torch.autograd.Function):
-    """Each process's own rows, summed over the experts of all; its backward gathers the gradients of all rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: torch.Tensor, tie: torch.Tensor, ranks: DataRanks | None, peers: dist.ProcessGroup | None
-    ) -> torch.Tensor:
-        ctx.ranks, ctx.tie = ranks, tie.new_zeros(())
-        if peers is not None:
-            output = output.clone()
-            dist.all_reduce(output, group=peers)
-        return output.clone() if ranks is None else _sum_of_own(output, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gradient = gradients[0]
-        if ctx.ranks is not None:
-            gradient = _gather(gradient, ctx.ranks) / ctx.ranks.world_size
-        return gradient, ctx.tie, None, None
-
-
 class _Tied(torch.autograd.Function):
     """What the experts compute with, and a zero that ties it to their output.
 
     Where no token has an expert here, nothing else does: yet its backward must exchange with the others, and give the
-    weights gradients of zero. Processes with the same tokens sum the gradients of what they got.
+    weights gradients of zero.
+
+    The weights' gradients are those of the tokens of `brought` processes together, and are averaged over the others
+    alone. So those of the output are divided by that number, and those of the tokens multiplied here.
     """
 
     @staticmethod
-    def forward(ctx: Any, peers: dist.ProcessGroup | None, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.peers = peers
+    def forward(ctx: Any, brought: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.brought = brought
         return values[0].new_zeros(()), *(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        of_tokens, of_parameters = gradients[1:3], gradients[3:]
-        if ctx.peers is not None:
-            of_tokens = tuple(gradient.contiguous().clone() for gradient in of_tokens)
-            for gradient in of_tokens:
-                dist.all_reduce(gradient, group=ctx.peers)
-        return None, *of_tokens, *of_parameters
+        _, hidden, weights, *parameters = gradients
+        return None, hidden * ctx.brought, weights * ctx.brought, *parameters

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tr_dist.mesh.data_ranks import DataRanks
-from tr_dist.mesh.direction import Direction
+from tr_dist.mesh.direction import Direction, as_in_evaluation
 from tr_dist.mesh.stages import Stages
 
 # name -> the schedule, and how many stages each process has.
@@ -187,16 +187,10 @@ class Pipeline(Direction):
 
     def _find_forms(self, inputs: Mapping[str, Any]) -> dict[int, tuple[Form, Form]]:
         """Return what each stage of this process takes and gives for inputs of their shape, found by a forward."""
-        model = self.stages.model
-        modes = [(module, module.training) for module in model.modules()]
         devices = [self._step.device] if self._step.device.type != "cpu" else []
-        with torch.no_grad(), self._step.autocast(), torch.random.fork_rng(devices):
-            model.eval()
-            try:
-                return self._in_turn(inputs, to_end=False)[1]
-            finally:
-                for module, was_training in modes:
-                    module.training = was_training
+        model = self.stages.model
+        with torch.no_grad(), self._step.autocast(), torch.random.fork_rng(devices), as_in_evaluation(model):
+            return self._in_turn(inputs, to_end=False)[1]
 
     # Without gradients
 

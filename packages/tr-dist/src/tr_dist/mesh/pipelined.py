@@ -67,7 +67,7 @@ class PipelinedMesh(Mesh):
         tied = self._pipeline.stages.tied
         ends = self._whole.mesh.flatten(1)[[0, -1]].T.tolist()
         if tied:
-            self._pairs = own_group(ends, self.rank, self._timeout)
+            self._pairs = own_group(ends, self)
         parameters = dict(prepared.named_parameters())
         borrows = self._pairs is not None
         self._shared = [parameters[name] for name in tied if name in parameters] if borrows else []

@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tr_dist.mesh.attention import AttentionOfTorch, AttentionOfTransformers, Exchange
+from tr_dist.mesh.attention import AttentionOfTorch, AttentionOfTransformers, Exchange, attentions_of
 from tr_dist.mesh.data_ranks import DataRanks
-from tr_dist.mesh.direction import Direction, NotGathered, sizes_that_divide
+from tr_dist.mesh.direction import Direction, NotGathered, as_in_evaluation, sizes_that_divide
 from tr_dist.mesh.tensor import HEADS
 
 _IGNORED = -100
+_TAKES_MASKS = {"eager", "sdpa"}  # attention functions of transformers
 
 
 class _Gather(torch.autograd.Function):
@@ -312,21 +313,16 @@ class Sequences(Direction):
         """
         self._split(model, named)  # refuses first what is not of the sequences
         short = _short(model, named, self.size, self._labels(model, named))
-        modes = [(module, module.training) for module in model.modules()]
         seen, self._is_looking = self.seen.copy(), True
         try:
-            for module, _ in modes:
-                module.training = False
-            self.state = "whole"
-            expected, _ = tree_flatten(model(**short))
-            pieces = self._split(model, short)
-            self._enter(model)
-            found, _ = tree_flatten(model(**pieces))
+            with as_in_evaluation(model), self._around:
+                self.state = "whole"
+                expected, _ = tree_flatten(model(**short))
+                pieces = self._split(model, short)
+                self._enter(model)
+                found, _ = tree_flatten(model(**pieces))
         finally:
-            self._around.close()
             self.state, self._is_looking = None, False
-            for module, was in modes:
-                module.training = was
             torch.clear_autocast_cache()  # it has weights without gradients
         if self.seen == seen:
             raise ValueError(
@@ -374,6 +370,53 @@ class Sequences(Direction):
             is_there = ... if mask is None or mask.shape != whole.shape[:2] else mask.bool()
         found = {way: _error(whole[is_there], self._join(part, way)[is_there]) for way in ways}
         return found or {f"shape {tuple(part.shape)} in place of {tuple(whole.shape)}": torch.full((), torch.inf)}
+
+
+class Context(Sequences):
+    """Processes that have a piece of each sequence; in attention each has its queries, and the keys and values of all.
+
+    Heads are not shared out, so their number is no limit. Masks are explicit, so that each piece costs the same, as it
+    follows the one before.
+
+    Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2, whose pieces are of the beginning and of the end.
+
+    Args:
+        size: number of processes.
+        label_names: see `Sequences`.
+    """
+
+    name = "cp"
+    shares_heads = False
+
+    @property
+    def queries(self) -> tuple[int, int]:
+        """Return the first position whose attention this process computes, and their number."""
+        return self.rank * self.division.piece, self.division.piece
+
+    def check(self, model: nn.Module) -> None:
+        """Check the sizes, and that attention takes a mask; see `Direction.check`."""
+        super().check(model)
+        if others := attentions_of(model) - _TAKES_MASKS:
+            raise ValueError(
+                f"{self.asked} needs attention that takes a mask, and that of {type(model).__name__} is "
+                f"{', '.join(sorted(others))}; set attn_implementation='sdpa', or use sp_size"
+            )
+
+    def enter(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the queries, and keys and values of whole sequences: `(batch, heads, length, size)`."""
+        query, *others = states
+        return [query, *(Exchange.apply(each.repeat(1, self.size, 1, 1), self.group, 1, 2) for each in others)]
+
+    def leave(self, output: torch.Tensor, dimension: int) -> torch.Tensor:
+        """Return the output as it is: a piece of all heads."""
+        return output
+
+    def whole_mask(self, mask: torch.Tensor | None, *, is_causal: bool, device: torch.device) -> torch.Tensor | None:
+        """Return the mask of a piece's queries, from the one that a module made; see `Sequences.whole_mask`."""
+        if not is_causal:
+            return super().whole_mask(mask, is_causal=False, device=device)
+        first, number = self.queries
+        return torch.ones(number, self.size * number, dtype=torch.bool, device=device).tril(first)
 
 
 @contextmanager

@@ -17,11 +17,10 @@ from tr_dist.base import common_options
 from tr_dist.environment import LaunchEnvironment
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.fsdp.strategy import FSDP
-from tr_dist.mesh.context import Context
 from tr_dist.mesh.data_ranks import DataRanks, own_group
 from tr_dist.mesh.direction import Direction, far_neighbours, sizes_of
 from tr_dist.mesh.experts import Experts
-from tr_dist.mesh.sequence import Sequences
+from tr_dist.mesh.sequence import Context, Sequences
 from tr_dist.mesh.tensor import Tensor
 from tr_log import get_logger, warning_once
 
@@ -136,16 +135,13 @@ class Mesh(FSDP):
         self.coordinates = {name: place for name, size, place in places if size > 1}
         if far := far_neighbours(near, environment.local_world_size, self.world_size):
             warning_once(_logger, "%s", far)
-        self._data = self._among(ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist())
+        self._data = DataRanks(ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist(), self)
         for direction in self._directions:
-            direction.join(ranks, self.device, self._among)
+            direction.join(ranks, self.device, lambda groups: DataRanks(groups, self))
         copies = replicas // max(direction.replicas_a_copy for direction in self._directions)
         of_model = ranks.transpose(0, 1).reshape(copies, -1).tolist()
-        self._of_model = own_group(of_model, self.rank, self._timeout)
+        self._of_model = own_group(of_model, self)
         return self._whole["shard"] if replicas == 1 else self._whole["replicate", "shard"]
-
-    def _among(self, ranks: list[list[int]]) -> DataRanks:
-        return DataRanks(ranks, self.rank, self.local_rank, self.device, self._host, self._timeout)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise `ValueError` if the model cannot be divided in every direction."""

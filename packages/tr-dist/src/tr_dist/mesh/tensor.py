@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -17,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from tr_dist.base import some_of
 from tr_dist.mesh.data_ranks import DataRanks
-from tr_dist.mesh.direction import Direction, matching, sizes_that_divide
+from tr_dist.mesh.direction import Direction, computing_with, matching, sizes_that_divide
 from tr_dist.mesh.divided_loss import CrossEntropyOfParts, LogitsInParts, whole
-from tr_dist.mesh.experts import share_out
+from tr_dist.mesh.experts import Tokens, share_out
 
 
 class OfSplitHeads(ParallelStyle):
@@ -59,7 +58,7 @@ class WithOwnExperts(ParallelStyle):
     """A module of stacked experts, of which each process computes its own on the tokens that all hold."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        share_out(type(module).__name__, module, device_mesh, None, device_mesh.get_group())
+        share_out(type(module).__name__, module, device_mesh, Tokens([device_mesh]))
         return module
 
 
@@ -77,11 +76,8 @@ class WithOwnHeads(ParallelStyle):
 
 def _with_local_parameters(module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
     divided = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
-    module._parameters.update({name: parameter.to_local() for name, parameter in divided.items()})  # type: ignore[misc]
-    try:
+    with computing_with(module, {name: parameter.to_local() for name, parameter in divided.items()}):
         return forward(*given, **named)
-    finally:
-        module._parameters.update(divided)
 
 
 class WithKeyOfAllHeads(ParallelStyle):
@@ -274,7 +270,7 @@ def check_parts(model: nn.Module, styles: Mapping[str, str]) -> None:
                     f"({styles.get(name, 'no style')}); leave tp_plan out, or load the model whole"
                 )
         forward = vars(module).get("forward")
-        if getattr(module, "_is_hooked", False) and forward and not _forward_before(forward):
+        if getattr(module, "_is_hooked", False) and forward and not _is_of_transformers(forward):
             raise ValueError(
                 f"the forward of {name} was replaced after transformers had divided it; replace it after the "
                 "Trainer is made, or load the model whole"
@@ -285,8 +281,8 @@ def take_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Take over what transformers divided as it loaded the model: the parts go on this mesh, its hooks go."""
     taken = dict[int, nn.Parameter]()
     for module in model.modules():
-        if vars(module).pop("_is_hooked", False) and "forward" in vars(module):
-            vars(module)["forward"] = _forward_before(module.forward)
+        if vars(module).pop("_is_hooked", False):
+            vars(module).pop("forward", None)  # the hook, which surrounds that of the class
         for name in ("_device_mesh", "_mesh_manager", "_tp_size", "_is_distributed_loading_by_transformers"):
             vars(module).pop(name, None)
         for name, parameter in module._parameters.items():
@@ -297,10 +293,9 @@ def take_over(model: nn.Module, mesh: DeviceMesh) -> None:
     vars(getattr(model, "config", model)).pop("distributed_config", None)  # or save_pretrained waits for all processes
 
 
-def _forward_before(forward: Any) -> Any:
-    """Return the forward that a hook of transformers surrounds; None if it is none."""
-    within = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
-    return within.get("original_forward")
+def _is_of_transformers(forward: Any) -> bool:
+    """Whether a function is defined in transformers, also if it says otherwise of itself, as wrappers do."""
+    return getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
 
 
 def _of_text(config: Any) -> int:
