@@ -19,6 +19,8 @@ _GIB = 2**30
 _USED = 0.9  # of a device's memory; the rest is for what the estimate leaves out
 _MOST_DEVICES = 65_536
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd")
+_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_HANDED_ON = (*_SIZES, "optim", "bf16", "gradient_checkpointing")  # as they are given, if they are not the default
 _DESCRIPTION = """\
 Estimate what a model takes on each device, and print the plan with the fewest exchanges that fits, with its command.
 
@@ -88,13 +90,7 @@ def command(subject: Subject, plan: Plan, given: argparse.Namespace) -> str:
             words += ["--fsdp_config", json.dumps({"min_num_params": subject.smallest_unit})]
         words += ["--tp_plan", given.tp_plan] if plan.tp > 1 and given.tp_plan else []
     defaults = _parser()
-    for name in (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "optim",
-        "bf16",
-        "gradient_checkpointing",
-    ):
+    for name in _HANDED_ON:
         if (value := getattr(given, name)) != defaults.get_default(name):
             words += [f"--{name}", str(value).lower()]
     return shlex.join(words)

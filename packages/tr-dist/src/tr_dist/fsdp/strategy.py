@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
@@ -215,8 +215,10 @@ class FSDP(OnRanks):
         self._precision.unscale(optimizer)  # also over shards: torch combines the ranks' overflow flags
         gradients = [p.grad for p in self.unwrap(model).parameters() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        square = torch.zeros((), device=self.device)
-        for share, parts in self._by_share(gradients, local).items():
+        by_share, square = dict[float, list[torch.Tensor]](), torch.zeros((), device=self.device)
+        for gradient, part in zip(gradients, local, strict=True):
+            by_share.setdefault(self._share_of(gradient), []).append(part)
+        for share, parts in by_share.items():
             square = square + share * total_norm(parts, self.device).square()
         dist.all_reduce(square, group=self._shards())
         norm = square.sqrt()
@@ -259,19 +261,12 @@ class FSDP(OnRanks):
         """Return the processes that hold the model once, together."""
         return self.mesh.get_group("shard")
 
-    def _by_share(
-        self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
-    ) -> dict[float, list[torch.Tensor]]:
-        """Return this rank's parts of gradients by the share of their squares that it adds over `_shards`.
+    def _share_of(self, gradient: torch.Tensor) -> float:
+        """Return the share of the squares of its part of a gradient that this rank adds over `_shards`.
 
         Of a part that several of those hold each adds its share; here all have others, but what is not divided.
         """
-        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-        if not whole:
-            return {1.0: list(local)}
-        divided = [part for part, gradient in zip(local, gradients, strict=True) if isinstance(gradient, DTensor)]
-        size = dist.get_world_size(self._shards())
-        return {1.0: divided, 1 / size: whole} if size > 1 else {1.0: list(local)}
+        return 1.0 if isinstance(gradient, DTensor) else 1 / dist.get_world_size(self._shards())
 
     def _policy(self) -> MixedPrecisionPolicy:
         if self._precision.dtype is None:

@@ -11,4 +11,4 @@ __all__ = ["Mesh", "PipelinedMesh", "of_arguments"]
 
 def of_arguments(args: Any) -> Mesh:
     """Build the strategy that `parallelism_config` of the training arguments wants; see `Mesh.from_arguments`."""
-    return (PipelinedMesh if sizes_of(args).get("pp_size", 1) > 1 else Mesh).from_arguments(args)
+    return (PipelinedMesh if sizes_of(args)["pp_size"] > 1 else Mesh).from_arguments(args)

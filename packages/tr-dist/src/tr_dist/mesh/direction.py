@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -129,8 +130,8 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def sizes_of(args: Any) -> dict[str, int]:
-    """Return the sizes of `parallelism_config`; empty if there are none."""
-    return args.parallelism_config or {}
+    """Return the sizes of `parallelism_config`; those that are not set are 1."""
+    return defaultdict(lambda: 1, args.parallelism_config or {})
 
 
 def far_neighbours(near: int, on_machine: int | None, started: int) -> str:

@@ -80,17 +80,15 @@ class Subject:
         units = choose_units(model, Sharding(wrap="TRANSFORMER_BASED_WRAP") if self.knows_layers else by_size)
         owners = {id(p): number for number, unit in reversed([*enumerate(units)]) for p in unit.parameters()}
         self._units = len(units)
-        styles: dict[str, str] = {}
-        self._why_not = ""
+        self._styles, self._why_not = dict[str, str](), ""
         try:
-            styles = plan_of(model, tp_plan)
+            self._styles = plan_of(model, tp_plan)
         except ValueError as error:
             self._why_not = str(error)
-        self._styles = styles
         divided = {
             id(p)
             for name, module in model.named_modules()
-            if (style := styles.get(name, "replicated")).startswith(("colwise", "rowwise", "embedding"))
+            if (style := self._styles.get(name, "replicated")).startswith(("colwise", "rowwise", "embedding"))
             for kind, p in module.named_parameters(recurse=False)
             if kind == "weight" or style.startswith("colwise")
         }
@@ -109,18 +107,15 @@ class Subject:
 
     def refusal(self, plan: Plan, length: int) -> str:
         """Return why the model cannot be divided so, empty if it can."""
-        if plan.tp > 1:
-            if self._why_not:
-                return self._why_not
-            try:
+        if plan.tp > 1 and self._why_not:
+            return self._why_not
+        try:
+            if plan.tp > 1:
                 check_sizes(self.model, self._styles, plan.tp)
-            except ValueError as error:
-                return str(error)
-        if plan.pp > 1:
-            try:
+            if plan.pp > 1:
                 cut_of(self.model)
-            except ValueError as error:
-                return str(error)
+        except ValueError as error:
+            return str(error)
         heads = _first(self._config, "num_key_value_heads", "num_attention_heads")
         for size, number, what in (
             (plan.pp, self._units, "layers"),

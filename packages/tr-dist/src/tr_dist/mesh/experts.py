@@ -178,8 +178,7 @@ def _on_all_tokens(
         output = forward(hidden, numbers, weights.masked_fill(is_elsewhere, 0.0)) + tie
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient / tokens.brought)
-    summed = tokens.sum_of_own(output)
-    return summed if summed.shape[0] == own else summed[:own].clone()  # fully_shard wants no views
+    return tokens.sum_of_own(output)[:own].clone()  # fully_shard wants no views
 
 
 class Tokens:

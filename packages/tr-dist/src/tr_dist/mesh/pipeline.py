@@ -33,8 +33,8 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
 }
 _KEPT_SCHEDULES = 4  # of the last shapes of micro-batches; each has buffers for what it receives
 
-# Shape and type of the hidden states that a stage takes and gives; None where it takes or gives none.
-Form = tuple[tuple[int, ...], torch.dtype] | None
+# The hidden states that a stage takes and gives, on the meta device; None where it takes or gives none.
+Form = torch.Tensor | None
 
 
 class Pipeline(Direction):
@@ -94,7 +94,7 @@ class Pipeline(Direction):
         """
         losses, shapes, number = list[torch.Tensor](), [_shape_of(batch.inputs) for batch in batches], len(batches)
         begins = [int(shape != before) for before, shape in pairwise([None, *shapes])]
-        agreed = step.agree([*begins, *(int(shape not in self._forms) for shape in shapes)])
+        agreed = step.agree([*begins, *(int(shape not in self._forms) for shape in shapes)])()
         self._step = step
         try:
             for start, end in pairwise([*(at for at in range(number) if agreed[at]), number]):
@@ -162,13 +162,13 @@ class Pipeline(Direction):
         if key not in self._schedules:
             stages = []
             for index in self.stages.own:
-                taken, given = forms[index]
+                taken, given = cast("tuple[Any, Any]", forms[index])
                 stages.append(
                     PipelineStage(
                         Chunk(self, index, self.stages.model),
                         *(index, self.stages.last + 1, self._step.device),
-                        input_args=(torch.zeros(1, dtype=torch.int64),) if taken is None else (_example(taken),),
-                        output_args=(_example(given or taken),),
+                        input_args=(torch.zeros(1, dtype=torch.int64) if taken is None else taken,),
+                        output_args=(taken if given is None else given,),
                         group=self.row.group,
                     )
                 )
@@ -218,25 +218,22 @@ class Pipeline(Direction):
     def _receive(self, place: int) -> torch.Tensor:
         form: list[Any] = [None]
         dist.recv_object_list(form, self.ranks[place], group=self.row.host_group, device=torch.device("cpu"))
-        hidden = torch.empty(form[0][0], dtype=form[0][1], device=self._device)
+        hidden = torch.empty_like(form[0], device=self._device)
         dist.recv(hidden, self.ranks[place], group=self.row.group)
         return hidden
 
     def _from_last(self, outputs: Any) -> Any:
         """Return the outputs of the process that has the last stage, on every process of the row."""
-        leaves, described = list[Any](), None
+        of_last, described = list[Any](), None
         if self.is_last:
-            leaves, tree = tree_flatten(outputs)
-            kept = (torch.Tensor, int, float, str, bool, type(None))
-            leaves = [leaf if isinstance(leaf, kept) else None for leaf in leaves]  # no caches of keys and values
-            described = (tree, [_Here(_form(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+            of_last, tree = tree_flatten(outputs)
+            kept = (int, float, str, bool)  # no caches of keys and values
+            forms = [_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in of_last]
+            described = (tree, [form if isinstance(form, (torch.Tensor, *kept)) else None for form in forms])
         tree, found = self.row.gather_objects(described)[-1]
         for number, leaf in enumerate(found):
-            if isinstance(leaf, _Here):
-                shape, dtype = cast("Any", leaf.form)
-                own = torch.empty(shape, dtype=dtype, device=self._device)
-                if self.is_last:
-                    own = cast("torch.Tensor", leaves[number]).contiguous()
+            if isinstance(leaf, torch.Tensor):
+                own = of_last[number].contiguous() if self.is_last else torch.empty_like(leaf, device=self._device)
                 dist.broadcast(own, self.ranks[-1], group=self.row.group)
                 found[number] = own
         return tree_unflatten(found, tree)
@@ -261,7 +258,8 @@ class Step:
         inputs_of: moves the inputs of a micro-batch to the device; `compute` gets it with these.
         autocast: the block around a forward.
         begins_backward: called when a stage begins the backward of a micro-batch.
-        agree: returns the largest of each of some numbers over the processes that share this stage. Waits for them.
+        agree: starts to find the largest of each of some numbers over the processes that share this stage; what it
+            returns waits.
     """
 
     device: torch.device
@@ -269,14 +267,7 @@ class Step:
     inputs_of: Callable[[Any], Any]
     autocast: Callable[[], AbstractContextManager[object]]
     begins_backward: Callable[[], None]
-    agree: Callable[[list[int]], list[int]]
-
-
-@dataclass(frozen=True)
-class _Here:
-    """In the place of a tensor, which is sent by itself."""
-
-    form: Form
+    agree: Callable[[list[int]], Callable[[], list[int]]]
 
 
 class Chunk(nn.Module):
@@ -295,12 +286,10 @@ class Chunk(nn.Module):
 
 
 def _form(tensor: torch.Tensor | None) -> Form:
-    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-
-
-def _example(form: Form) -> torch.Tensor:
-    shape, dtype = cast("tuple[tuple[int, ...], torch.dtype]", form)
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    """Return a contiguous tensor of the same shape and type, without values; a schedule passes gradients back of it."""
+    if tensor is None:
+        return None
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.is_floating_point())
 
 
 def _shape_of(inputs: Any) -> tuple[Any, ...]:
@@ -308,4 +297,4 @@ def _shape_of(inputs: Any) -> tuple[Any, ...]:
         raise TypeError(
             f"pp_size: a micro-batch is a mapping of the model's inputs, by name, not a {type(inputs).__name__}"
         )
-    return tuple((name, _form(value)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+    return tuple((name, value.shape, value.dtype) for name, value in inputs.items() if isinstance(value, torch.Tensor))

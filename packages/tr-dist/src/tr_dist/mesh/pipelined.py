@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any, cast
 
 import torch
@@ -42,7 +41,6 @@ class PipelinedMesh(Mesh):
 
     def __init__(self, sharding: Sharding | None = None, *, directions: Sequence[Direction], **options: Any) -> None:
         self._pipeline = next(direction for direction in directions if isinstance(direction, Pipeline))
-        self._pairs: dist.ProcessGroup | None = None
         super().__init__(sharding, directions=directions, **options)
 
     @classmethod
@@ -64,14 +62,11 @@ class PipelinedMesh(Mesh):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Cut the model, divide its stages, and return what passes hidden states on; see `FSDP.prepare`."""
         prepared = super().prepare(model)
-        tied = self._pipeline.stages.tied
+        tied, parameters = self._pipeline.stages.tied, dict(prepared.named_parameters())
         ends = self._whole.mesh.flatten(1)[[0, -1]].T.tolist()
-        if tied:
-            self._pairs = own_group(ends, self)
-        parameters = dict(prepared.named_parameters())
-        borrows = self._pairs is not None
-        self._shared = [parameters[name] for name in tied if name in parameters] if borrows else []
-        self._stages = AllStages(self._pipeline, self._whole, self._share_again)
+        self._pairs = own_group(ends, self) if tied else None
+        self._shared = [parameters[name] for name in tied if name in parameters]
+        self._stages = AllStages(self._pipeline, self._whole, self._pairs)
         return _Piped(self._pipeline, prepared)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -113,27 +108,16 @@ class PipelinedMesh(Mesh):
             if left == 0:
                 inner.set_requires_gradient_sync(True)
 
-        def agree(numbers: list[int]) -> list[int]:
-            return self._data.all_reduce_max(numbers)()
-
-        step = Step(self.device, compute, inputs_of, self.autocast, begins_backward, agree)
+        step = Step(self.device, compute, inputs_of, self.autocast, begins_backward, self._data.all_reduce_max)
         losses = self._pipeline.run(given, step)
         self._check_gradients(self.unwrap(model))
         for parameter in self._shared:
             dist.all_reduce(_local(cast("torch.Tensor", parameter.grad)), group=self._pairs)
         yield from zip(given, losses, strict=True)
 
-    def _by_share(
-        self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
-    ) -> dict[float, list[torch.Tensor]]:
-        at_both_ends = {id(parameter.grad) for parameter in self._shared}
-        found = dict[float, list[torch.Tensor]]()
-        for times, is_of_ends in ((1, False), (2, True)):
-            chosen = [number for number, given in enumerate(gradients) if (id(given) in at_both_ends) == is_of_ends]
-            of_stage = super()._by_share([gradients[number] for number in chosen], [local[number] for number in chosen])
-            for share, parts in of_stage.items():
-                found.setdefault(share * self._pipeline.size / times, []).extend(parts)
-        return found
+    def _share_of(self, gradient: torch.Tensor) -> float:
+        stages = 2 if any(gradient is parameter.grad for parameter in self._shared) else 1  # those that hold it
+        return super()._share_of(gradient) * self._pipeline.size / stages
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizers of all stages have the same groups. Collective.
@@ -141,7 +125,7 @@ class PipelinedMesh(Mesh):
         Raises:
             ValueError: they have not.
         """
-        OptimizerOfStages(self._stages, optimizer).numbers()
+        OptimizerOfStages(self._stages, optimizer).groups()
 
     def window_metrics(self) -> dict[str, torch.Tensor]:
         """Return the largest of what the stages measured, on every rank. Collective. Sync: once a log."""
@@ -158,21 +142,13 @@ class PipelinedMesh(Mesh):
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state dict of all stages in host memory; empty on all ranks but 0. Collective."""
-        stages, inner = self._pipeline.stages, self.unwrap(model)
         of_stage = self._whole["replicate", "shard", "tp"].get_coordinate()
-        own = full_state_dict(inner, keep=of_stage is not None and not any(of_stage))
+        own = full_state_dict(self.unwrap(model), keep=of_stage is not None and not any(of_stage))
         gathered = self._pipeline.row.gather_objects(own)
         if self.rank != 0:
             return {}
         found = {name: value for state in reversed(gathered) for name, value in state.items()}
-        if stages.tied:
-            found |= dict.fromkeys(stages.tied, found[stages.tied[0]])
-        return {name: found[name] for name in stages.entries}
-
-    def _share_again(self, tensors: list[torch.Tensor]) -> None:
-        """Give the other end of the row the tensors of the first stage."""
-        for tensor in tensors:
-            dist.broadcast(_local(tensor), self._pipeline.ranks[0], group=self._pairs)
+        return self._stages.with_tied(found)
 
 
 class _Piped(nn.Module):
@@ -196,17 +172,28 @@ class AllStages:
     Args:
         pipeline: the row.
         mesh: of all processes.
-        share_again: gives the last stage what it shares with the first.
+        pairs: of the first and the last stage's process in a row, if they share parameters.
+
+    Attributes:
+        tied: names of the parameters that the first and the last stage share.
+        borrowed: those that this process has of the first stage.
     """
 
-    def __init__(self, pipeline: Pipeline, mesh: DeviceMesh, share_again: Callable[[list[torch.Tensor]], None]) -> None:
-        self.pipeline, self.share_again = pipeline, share_again
+    def __init__(self, pipeline: Pipeline, mesh: DeviceMesh, pairs: dist.ProcessGroup | None) -> None:
+        self.pipeline, self._pairs = pipeline, pairs
+        self.tied = pipeline.stages.tied
+        self.borrowed = self.tied if pipeline.is_last else []
         self._meshes = [DeviceMesh(mesh.device_type, of_stage) for of_stage in mesh.mesh.flatten(1).tolist()]
 
-    @property
-    def borrows(self) -> bool:
-        """Whether this process has parameters of the first stage, because the last shares them."""
-        return bool(self.pipeline.stages.tied) and self.pipeline.is_last
+    def share_again(self, tensors: list[torch.Tensor]) -> None:
+        """Give the other end of the row the tensors of the first stage."""
+        for tensor in tensors:
+            dist.broadcast(_local(tensor), self.pipeline.ranks[0], group=self._pairs)
+
+    def with_tied(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return tensors by name as the whole model's state dict has them."""
+        found = found | {name: found[self.tied[0]] for name in self.tied}
+        return {name: found[name] for name in self.pipeline.stages.entries}
 
     def of_all(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all stages, by name. Collective over the row.
@@ -224,27 +211,23 @@ class AllStages:
     def _elsewhere(self, value: Any, place: int) -> Any:
         if isinstance(value, dict):
             return {name: self._elsewhere(inner, place) for name, inner in value.items()}
-        if not isinstance(value, _Divided):
+        if not _is_form(value):
             return value
-        size, mesh = torch.Size(value.shape), self._meshes[place]
-        stride = torch.empty(size, device="meta").stride()
+        mesh, like = self._meshes[place], {"shape": value.shape, "stride": value.stride()}
         nothing = torch.empty(0, dtype=value.dtype, device=mesh.device_type)
-        return DTensor.from_local(nothing, mesh, [Replicate()], run_check=False, shape=size, stride=stride)
+        return DTensor.from_local(nothing, mesh, [Replicate()], run_check=False, **like)
 
 
-@dataclass(frozen=True)
-class _Divided:
-    """The form of a tensor that processes of another stage hold."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+def _is_form(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _described(value: Any) -> Any:
+    """Return a state with the forms of tensors in parts, and whatever else it has in host memory."""
     if isinstance(value, Mapping):
         return {name: _described(inner) for name, inner in value.items()}
     if isinstance(value, DTensor):
-        return _Divided(tuple(value.shape), value.dtype)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -268,14 +251,11 @@ class ModelOfStages:
     """The state of a model whose stages several processes hold."""
 
     def __init__(self, stages: AllStages, model: nn.Module) -> None:
-        self._stages, self._model, self._tied = stages, model, stages.pipeline.stages.tied
+        self._stages, self._model = stages, model
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of all stages: those of others without numbers. Collective."""
-        found = self._stages.of_all(self._model.state_dict())
-        if self._tied:
-            found |= dict.fromkeys(self._tied, found[self._tied[0]])
-        return {name: found[name] for name in self._stages.pipeline.stages.entries}
+        return self._stages.with_tied(self._stages.of_all(self._model.state_dict()))
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Load the tensors of this process's stages out of such a state. Collective.
@@ -284,12 +264,12 @@ class ModelOfStages:
             RuntimeError: it lacks tensors.
         """
         own = self._model.state_dict()
-        kept = self._tied if self._stages.borrows else ()
+        kept = self._stages.borrowed
         if lacking := [name for name in own if name not in state_dict]:
             raise RuntimeError(f"the saved model lacks {lacking[0]}")
         self._model.load_state_dict({name: own[name] if name in kept else state_dict[name] for name in own})
         parameters = dict(self._model.named_parameters())
-        self._stages.share_again([parameters[name].detach() for name in self._tied if name in parameters])
+        self._stages.share_again([parameters[name].detach() for name in self._stages.tied if name in parameters])
 
     def tensor_layout(self) -> _Layout:
         """Return the layout that allocates tensors for reading a checkpoint. Collective."""
@@ -304,15 +284,11 @@ class OptimizerOfStages:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and groups of all stages. Collective."""
-        own, names, numbers = self._optimizer.state_dict(), self._names(), self.numbers()
-        flat = [name for group in names for name in group]
-        found = self._stages.of_all({flat[number]: state for number, state in own["state"].items()})
-        groups = [
-            {**group, "params": list(given.values())} for group, given in zip(own["param_groups"], numbers, strict=True)
-        ]
-        place = {name: number for given in numbers for name, number in given.items()}
-        state = {number: found[name] for name, number in place.items() if name in found}
-        return {**own, "state": state, "param_groups": groups}
+        own, groups = self._optimizer.state_dict(), self.groups()
+        names = [*chain.from_iterable(self._names())]
+        found = self._stages.of_all({names[number]: state for number, state in own["state"].items()})
+        state = {number: found[name] for number, name in enumerate(chain.from_iterable(groups)) if name in found}
+        return {**own, "state": state, "param_groups": _numbered(own["param_groups"], groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Load what belongs to this process's stages out of such a state. Collective.
@@ -320,54 +296,45 @@ class OptimizerOfStages:
         Raises:
             ValueError: it belongs to other parameters.
         """
-        names, numbers = self._names(), self.numbers()
-        sizes, saved = [len(given) for given in numbers], [len(group["params"]) for group in state_dict["param_groups"]]
+        names, groups = self._names(), self.groups()
+        sizes, saved = [len(group) for group in groups], [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != saved:
             raise ValueError(f"the saved optimizer has groups of {saved} parameters, this one of {sizes}")
-        place = {name: number for given in numbers for name, number in given.items()}
-        flat = [name for group in names for name in group]
-        borrowed = set(self._stages.pipeline.stages.tied) if self._stages.borrows else set()
+        place = {name: number for number, name in enumerate(chain.from_iterable(groups))}
         state = {
             number: state_dict["state"][place[name]]
-            for number, name in enumerate(flat)
-            if place[name] in state_dict["state"] and name not in borrowed
+            for number, name in enumerate(chain.from_iterable(names))
+            if place[name] in state_dict["state"] and name not in self._stages.borrowed
         }
-        counter = iter(range(len(flat)))
-        groups = [
-            {**group, "params": [next(counter) for _ in given]}
-            for group, given in zip(state_dict["param_groups"], names, strict=True)
-        ]
-        self._optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        own_groups = _numbered(state_dict["param_groups"], names)
+        self._optimizer.load_state_dict({**state_dict, "state": state, "param_groups": own_groups})
         self._share_state()
 
     def tensor_layout(self) -> _Layout:
         """Return the layout that allocates tensors for reading a checkpoint. Collective."""
-        parameters = dict(self._stages.pipeline.stages.model.named_parameters())
-        found = self._stages.of_all(parameters)
-        place = {name: number for given in self.numbers() for name, number in given.items()}
-        return _Layout({str(number): found[name] for name, number in place.items()})
+        found = self._stages.of_all(dict(self._stages.pipeline.stages.model.named_parameters()))
+        return _Layout({str(number): found[name] for number, name in enumerate(chain.from_iterable(self.groups()))})
 
     def _share_state(self) -> None:
         """Give the last stage the state of the parameters that it shares with the first."""
-        pipeline = self._stages.pipeline
-        if not pipeline.stages.tied:
+        pipeline, tied = self._stages.pipeline, self._stages.tied
+        if not tied:
             return
-        ends = {name: p for name, p in pipeline.stages.model.named_parameters() if name in pipeline.stages.tied}
+        ends = {name: p for name, p in pipeline.stages.model.named_parameters() if name in tied}
         own_state = {name: _described(self._optimizer.state.get(p, {})) for name, p in ends.items()}
         of_first = pipeline.row.gather_objects(own_state)[0]
         for name, parameter in ends.items():
             own = self._optimizer.state[parameter]
             for key, value in of_first.get(name, {}).items():
-                if isinstance(value, _Divided) and value.shape != tuple(parameter.shape):
+                if _is_form(value) and value.shape != parameter.shape:
                     raise ValueError(
                         f"pp_size: {name} is on the first and the last stage, and its state {key} of shape "
-                        f"{value.shape} is not like it, {tuple(parameter.shape)}, so both cannot have it; untie it, or "
-                        "use adamw_torch"
+                        f"{tuple(value.shape)} is not like it, {tuple(parameter.shape)}, so both cannot have it; untie "
+                        "it, or use adamw_torch"
                     )
-                if self._stages.borrows:
-                    is_divided = isinstance(value, _Divided)
-                    own[key] = torch.zeros_like(parameter, dtype=value.dtype).detach() if is_divided else value
-                if isinstance(value, _Divided):
+                if self._stages.borrowed:
+                    own[key] = torch.zeros_like(parameter, dtype=value.dtype).detach() if _is_form(value) else value
+                if _is_form(value):
                     self._stages.share_again([own[key]])
 
     def _names(self) -> list[list[str]]:
@@ -380,8 +347,8 @@ class OptimizerOfStages:
             )
         return [[named[id(p)] for p in parameters] for parameters in given]
 
-    def numbers(self) -> list[dict[str, int]]:
-        """Return the number that each parameter of all stages has in the whole model's optimizer, by group. Collective.
+    def groups(self) -> list[list[str]]:
+        """Return the names of the parameters of all stages, by group, in the whole model's order. Collective.
 
         Raises:
             ValueError: the stages have other groups.
@@ -393,11 +360,13 @@ class OptimizerOfStages:
                 "optimizer with the same groups on each, also where some are empty"
             )
         order = {name: number for number, name in enumerate(self._stages.pipeline.stages.names)}
-        counter = iter(range(len(order)))
-        return [
-            {name: next(counter) for name in sorted({*chain.from_iterable(groups)}, key=order.__getitem__)}
-            for groups in zip(*row, strict=True)
-        ]
+        return [sorted({*chain.from_iterable(names)}, key=order.__getitem__) for names in zip(*row, strict=True)]
+
+
+def _numbered(groups: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
+    """Return groups of an optimizer's state with the numbers of so many parameters."""
+    number = count()
+    return [{**group, "params": [next(number) for _ in own]} for group, own in zip(groups, names, strict=True)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

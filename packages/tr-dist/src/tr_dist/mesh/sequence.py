@@ -86,6 +86,9 @@ class Sequences(Direction):
     Args:
         size: number of processes.
         label_names: inputs that are labels; None for those parameters of the forward whose names contain `label`.
+
+    Attributes:
+        asked: the size, as it is set.
     """
 
     name = "sp"
@@ -93,7 +96,7 @@ class Sequences(Direction):
     division: Division  # of the batch that is computed
 
     def __init__(self, size: int, label_names: Sequence[str] | None = None) -> None:
-        self.size, self._label_names = size, label_names
+        self.size, self._label_names, self.asked = size, label_names, f"{self.name}_size={size}"
         self.state: str | None = None  # whether now "pieces" are computed, or a "whole" short batch; None outside
         self.seen: Counter[str] = Counter()  # attentions that exchanged
         self._forms: dict[Any, list[str]] = {}
@@ -102,11 +105,6 @@ class Sequences(Direction):
         self._rules: list[str] = []
         self._mode = AttentionOfTorch(self)
         self._of_transformers: AttentionOfTransformers | None = None
-
-    @property
-    def asked(self) -> str:
-        """Return the size, as it is set."""
-        return f"{self.name}_size={self.size}"
 
     def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
         """Make the groups of those that have a sequence; see `Direction.join`."""
@@ -249,8 +247,7 @@ class Sequences(Direction):
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Return the pieces of all processes joined along dimension 1."""
-        joined: torch.Tensor = _Gather.apply(piece, self.group)  # type: ignore[assignment]
-        return joined
+        return _Gather.apply(piece, self.group)  # type: ignore[return-value]
 
     # Attention
 

@@ -18,10 +18,16 @@ _HIDDEN = "inputs_embeds"
 
 
 class Elsewhere(nn.Module):
-    """Where another stage has a module: it returns its first input, and has the other's plain attributes."""
+    """Where another stage has a module: it returns its first input, and has the other's plain attributes.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: what it is in the place of.
+        kept: what it holds all the same, since fully_shard finds the units of a model in its first forward.
+    """
+
+    def __init__(self, module: nn.Module, kept: nn.Module | None = None) -> None:
         super().__init__()
+        self.kept = kept
         for name, value in vars(module).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
@@ -144,11 +150,11 @@ def bounds_of(cut: Cut, split: Sequence[str] | None, size: int, each: int) -> li
             )
         starts = [round(stage * number / stages) for stage in range(stages)]
     else:
-        known = {f"{cut.name}.{layer}": layer for layer in range(number)}
-        short = {f"{cut.name.rpartition('.')[2]}.{layer}": layer for layer in range(number)}
-        if unknown := [name for name in split if name not in known and name not in short]:
-            raise ValueError(f"pp_split names {some_of(unknown)}; a stage begins with one of {some_of(list(known))}")
-        starts = [0, *(known.get(name, short.get(name, 0)) for name in split)]
+        full = {f"{cut.name}.{layer}": layer for layer in range(number)}
+        known = full | {f"{cut.name.rpartition('.')[2]}.{layer}": layer for layer in range(number)}
+        if unknown := [name for name in split if name not in known]:
+            raise ValueError(f"pp_split names {some_of(unknown)}; a stage begins with one of {some_of(list(full))}")
+        starts = [0, *(known[name] for name in split)]
         if starts != sorted(set(starts)):
             raise ValueError(f"pp_split={list(split)} must name other layers than the first, in their order")
         if len(starts) != stages:
@@ -202,11 +208,11 @@ class Stages:
         is_first, is_last = 0 in self.own, self.last in self.own
         for name in self.cut.before:
             if not (is_first or (is_last and any(tied.startswith(f"{name}.") for tied in self.tied))):
-                _replace(model, name)
+                model.set_submodule(name, Elsewhere(model.get_submodule(name)))
         self._after = {name: model.get_submodule(name) for name in self.cut.after}
-        for name in self.cut.after:
-            if not is_last:
-                _replace(model, name)
+        if not is_last:
+            for name, module in self._after.items():
+                model.set_submodule(name, Elsewhere(module))
         for stage in self.own:
             super(Layers, self.layers).__getitem__(self._bounds[stage][-1]).register_forward_hook(self._keep_hidden)
         self._is_within = False
@@ -241,16 +247,13 @@ class Stages:
     def _active(self, stage: int) -> Iterator[None]:
         self.layers.active, self._is_within = frozenset(self._bounds[stage]), True
         self._ends_early = stage != self.last
-        swapped = self._after if self._ends_early and self.last in self.own else {}
-        for name in swapped:
-            _replace(self.model, name, keeps=True)
+        held = self._after if self._ends_early and self.last in self.own else {}
         try:
-            yield
+            with _in_place(self.model, {name: Elsewhere(module, module) for name, module in held.items()}):
+                yield
         finally:
             self._hidden, self._ends_early, self.layers.active = None, False, frozenset()
             self._is_within = False
-            for name, module in swapped.items():
-                self.model.set_submodule(name, module)
 
     def _check_begun(self, model: nn.Module, inputs: Any) -> None:
         if not self._is_within:
@@ -308,22 +311,17 @@ class Stages:
             ValueError: they do not, as where embeddings are scaled or masks applied outside of the plan's modules.
         """
         model, left, was_within = self.model, list[Any](), self._is_within
-        probe = Elsewhere(nn.Identity())
+        probe = Elsewhere(nn.Identity(), nn.ModuleList(model.get_submodule(name) for name in self.cut.after))
         probe.register_forward_hook(lambda module, inputs, output: left.append(output))
-        afterwards = {name: model.get_submodule(name) for name in self.cut.after}
-        probe.kept = nn.ModuleList(afterwards.values())  # see `_replace`
-        for name in afterwards:
-            model.set_submodule(name, probe)
         self._is_within = True
         said = ""
         try:
-            model(**self._given(inputs, entered, to_end=False))
+            with _in_place(model, dict.fromkeys(self.cut.after, probe)):
+                model(**self._given(inputs, entered, to_end=False))
         except Exception as error:  # the user's own forward
             said = f" ({type(error).__name__}: {error})"
         finally:
             self._is_within = was_within
-            for name, module in afterwards.items():
-                model.set_submodule(name, module)
         is_same = bool(left) and isinstance(left[0], torch.Tensor) and torch.equal(left[0], entered)
         if said or not is_same:
             raise ValueError(
@@ -339,9 +337,14 @@ class Stages:
         raise ValueError(f"pp_size: none of {self.cut.before} is an Embedding, whose size hidden states would have")
 
 
-def _replace(model: nn.Module, name: str, *, keeps: bool = False) -> None:
-    module = model.get_submodule(name)
-    elsewhere = Elsewhere(module)
-    if keeps:  # fully_shard finds the units of a model in its first forward
-        elsewhere.kept = module
-    model.set_submodule(name, elsewhere)
+@contextmanager
+def _in_place(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put modules in the place of those of their names in a block."""
+    before = {name: model.get_submodule(name) for name in modules}
+    try:
+        for name, module in modules.items():
+            model.set_submodule(name, module)
+        yield
+    finally:
+        for name, module in before.items():
+            model.set_submodule(name, module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -24,15 +24,6 @@ from tr_dist.mesh.sequence import Context, Sequences
 from tr_dist.mesh.tensor import Tensor
 from tr_log import get_logger, warning_once
 
-# From the outermost: each makes its direction from the arguments.
-_DIRECTIONS: tuple[Callable[[Any], Direction], ...] = (
-    lambda args: Context(sizes_of(args).get("cp_size", 1), args.label_names),
-    lambda args: Sequences(sizes_of(args).get("sp_size", 1), args.label_names),
-    lambda args: Tensor(
-        sizes_of(args).get("tp_size", 1), args.tp_plan, shares_experts=sizes_of(args).get("ep_size", 1) > 1
-    ),
-    lambda args: Experts(sizes_of(args).get("ep_size", 1), args.ep_plan),
-)
 _logger = get_logger(__name__)
 
 
@@ -86,8 +77,14 @@ class Mesh(FSDP):
     @classmethod
     def directions_of(cls, args: Any) -> list[Direction]:
         """Return the directions that the training arguments give, from the outermost."""
-        made = (of_arguments(args) for of_arguments in _DIRECTIONS)
-        return [direction for direction in made if direction.size > 1]
+        sizes = sizes_of(args)
+        every = (
+            Context(sizes["cp_size"], args.label_names),
+            Sequences(sizes["sp_size"], args.label_names),
+            Tensor(sizes["tp_size"], args.tp_plan, shares_experts=sizes["ep_size"] > 1),
+            Experts(sizes["ep_size"], args.ep_plan),
+        )
+        return [direction for direction in every if direction.size > 1]
 
     @property
     def data(self) -> DataRanks:
@@ -179,17 +176,12 @@ class Mesh(FSDP):
             direction.close()
         super().close(failed=failed)
 
-    def _by_share(
-        self, gradients: Sequence[torch.Tensor], local: Sequence[torch.Tensor]
-    ) -> dict[float, list[torch.Tensor]]:
-        size, found = dist.get_world_size(self._shards()), dict[float, list[torch.Tensor]]()
-        for gradient, part in zip(gradients, local, strict=True):
-            parts = 1
-            if isinstance(gradient, DTensor):
-                places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-                parts = math.prod(number for number, placement in places if not isinstance(placement, Replicate))
-            found.setdefault(parts / size, []).append(part)
-        return found
+    def _share_of(self, gradient: torch.Tensor) -> float:
+        parts = 1
+        if isinstance(gradient, DTensor):
+            places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            parts = math.prod(number for number, placement in places if not isinstance(placement, Replicate))
+        return parts / dist.get_world_size(self._shards())
 
     def _shards(self) -> dist.ProcessGroup:
         return cast("dist.ProcessGroup", self._of_model)  # this process is in one of them
