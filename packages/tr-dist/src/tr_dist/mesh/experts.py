@@ -164,12 +164,11 @@ def _on_all_tokens(
         )
     hidden, numbers, weights = given
     own = hidden.shape[0]
-    if tokens.ranks is not None:
-        most = tokens.most(name, own)
-        if module.training:
-            tokens.count(name, numbers, number)
-        hidden, weights, numbers = _padded(hidden, most), _padded(weights, most), _padded(numbers, most, -1)
-    hidden, weights, numbers = tokens.bring(hidden), tokens.bring(weights), tokens.bring(numbers)
+    most = tokens.most(name, own)
+    if module.training and tokens.brought > 1:
+        tokens.count(name, numbers, number)
+    hidden, weights = tokens.bring(_padded(hidden, most)), tokens.bring(_padded(weights, most))
+    numbers = tokens.bring(_padded(numbers, most, -1))
     is_elsewhere = (numbers < first) | (numbers >= first + here)
     numbers = torch.where(is_elsewhere, here, numbers - first)
     parameters = {key: parameter.to_local() for key, parameter in module._parameters.items()}  # type: ignore[union-attr]
@@ -228,6 +227,8 @@ class Tokens:
         Raises:
             ValueError: it is not that of the layers before, so that the processes would have to agree again.
         """
+        if self.ranks is None:
+            return own
         if self._is_within and self._agreed[1]:
             if own != self._agreed[0]:
                 raise ValueError(

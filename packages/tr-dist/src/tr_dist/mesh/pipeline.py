@@ -106,7 +106,7 @@ class Pipeline(Direction):
                 numbers = torch.arange(end - start)
                 first = (numbers,) if 0 in self.stages.own else ()
                 target = {"target": numbers} if self.is_last else {}
-                schedule = self._schedule((shape, end - start), self._forms[shape], end - start)
+                schedule = self._schedule(shape, end - start)
                 schedule.step(*first, number=numbers, return_outputs=False, **target)
                 losses += self._losses
         finally:
@@ -157,24 +157,24 @@ class Pipeline(Direction):
         loss.register_hook(self._on_backward)
         return loss
 
-    def _schedule(self, key: Any, forms: dict[int, tuple[Form, Form]], number: int) -> Any:
+    def _schedule(self, shape: Any, number: int) -> Any:
         """Return the schedule for `number` micro-batches of one shape."""
+        key = shape, number
         if key not in self._schedules:
             stages = []
             for index in self.stages.own:
-                taken, given = cast("tuple[Any, Any]", forms[index])
+                taken, given = self._forms[shape][index]
                 stages.append(
                     PipelineStage(
                         Chunk(self, index, self.stages.model),
                         *(index, self.stages.last + 1, self._step.device),
                         input_args=(torch.zeros(1, dtype=torch.int64) if taken is None else taken,),
-                        output_args=(taken if given is None else given,),
+                        output_args=(cast("torch.Tensor", taken if given is None else given),),
                         group=self.row.group,
                     )
                 )
-            options = {"loss_fn": self._loss_of, "scale_grads": False}
-            given_stages = stages if self._each > 1 else stages[0]
-            self._schedules[key] = self._kind_for(number)(given_stages, number, **options)
+            kind, given = self._kind_for(number), stages if self._each > 1 else stages[0]
+            self._schedules[key] = kind(given, number, loss_fn=self._loss_of, scale_grads=False)
             while len(self._schedules) > _KEPT_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
         return self._schedules[key]
