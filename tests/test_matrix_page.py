@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent / "backends"
 DOCS = Path(__file__).parents[1] / "packages/tr-all/docs"
 sys.path.insert(0, str(FOLDER))
@@ -64,6 +66,7 @@ def cells(folder):
     return found
 
 
+@pytest.mark.slow  # it is a session
 def test_a_session_writes_its_column_and_leaves_those_of_other_days(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")

@@ -47,7 +47,7 @@ def train(folder, stop_at, resume, asynchronous, on_each_node=True):
     return step, weights
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_on_two_machines_goes_on_from_the_newest_step_that_both_have(tmp_path, asynchronous):
     expected = run_ranks(train, 4, str(tmp_path / "alone"), None, None, asynchronous, False, timeout_s=120)
     folder = tmp_path / "stopped"

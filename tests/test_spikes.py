@@ -135,7 +135,14 @@ def test_a_resume_before_and_after_a_fault_ends_the_same(kill_at, tmp_path):
 FULL = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
 
 
-@pytest.mark.parametrize("options", [{}, {"fsdp": "full_shard"}, FULL], ids=["replicas", "shards", "whole checkpoints"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="replicas"),
+        pytest.param({"fsdp": "full_shard"}, id="shards"),
+        pytest.param(FULL, id="whole checkpoints", marks=pytest.mark.slow),
+    ],
+)
 def test_a_fault_on_one_rank_of_two(options, tmp_path):
     options = options | {"per_device_train_batch_size": BATCH // 2}
     wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}), options)
@@ -145,6 +152,7 @@ def test_a_fault_on_one_rank_of_two(options, tmp_path):
     assert_same(found[0], wanted[0])
 
 
+@pytest.mark.slow
 def test_matrices_that_are_divided(tmp_path):
     options = {"parallelism_config": "tp=2", "tp_plan": {"layers.0": "colwise", "layers.3": "rowwise"}}
     wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}), options)
@@ -269,6 +277,7 @@ def test_memory_that_runs_out_in_the_first_step(tmp_path):
     assert whole[1] != wanted[1]
 
 
+@pytest.mark.slow
 def test_a_common_size_of_two_ranks_and_a_fault(tmp_path):
     wanted = run_ranks(train, 2, str(tmp_path / "without"), rows(STEPS + 1, {40: None}, 2 * BATCH), HALF)
     data = rows(STEPS + 1, {40: 1}, 2 * BATCH)

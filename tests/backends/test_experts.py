@@ -217,16 +217,17 @@ def test_experts_that_are_shared_out_give_the_numbers_of_one_process(name, form,
     assert alone[1].keys() == rank[1].keys() or not rank[1]
 
 
+@pytest.mark.slow
 @pytest.mark.row("resize")
 @pytest.mark.parametrize(
     ("first", "second", "third"),
-    in_the_night(
+    [
         ("ep 2", "alone", "ep 2 of units"),
         ("ep 2", "alone", "ep 4"),
         ("ep 2, shards 4", "ep 2, tp 2", "alone"),
         ("ep 2, pp 2", "ep 2", "ep 2, pp 2, shards 2"),
         ("tp 2, shards 2", "ep 4, replicas 2, shards 2", "ep 2, replicas 2, shards 2"),
-    ),
+    ],
 )
 def test_a_run_goes_on_with_experts_shared_out_otherwise(first, second, third, tmp_path):
     whole = on("alone", str(tmp_path / "whole"), "qwen")[0]

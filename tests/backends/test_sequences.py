@@ -385,7 +385,9 @@ def exchanges(name):
 
 
 @row("numbers")
-@pytest.mark.parametrize(("name", "tensors", "copies"), [("sp", 4, 1), ("cp", 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "tensors", "copies"), [("sp", 4, 1), pytest.param("cp", 2, 2, marks=pytest.mark.slow)]
+)
 def test_a_step_exchanges_so_many_tensors_a_layer_and_direction(name, tensors, copies):
     model = Plain().double()
     loss, logits = model(**WORDS, labels=LABELS).values()
