@@ -64,7 +64,12 @@ def qwen():
     return Qwen3ForCausalLM(Qwen3Config(**SMALL | {"num_hidden_layers": 4}, **HEADS))
 
 
-MODELS = {"plain": Plain, "llama": llama, "tied": lambda: llama(tie_word_embeddings=True), "qwen": qwen}
+def tied():
+    """In float64: small gradients of its words are sums, whose last bits Adam divides by themselves."""
+    return llama(tie_word_embeddings=True).double()
+
+
+MODELS = {"plain": Plain, "llama": llama, "tied": tied, "qwen": qwen}
 
 
 def train(folder, name, options, *arguments):
