@@ -34,7 +34,7 @@ def test_a_failure_leaves_no_rank_waiting_in_a_state_that_all_make_together(tmp_
     run(2, ckpt_workers.fail_before_a_state_that_all_make, str(tmp_path / "run"))  # or they wait for each other
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_disk_that_is_slower_than_an_exchange_may_be_ends_no_save_and_no_restore(asynchronous, tmp_path):
     run(2, ckpt_workers.save_to_a_slow_disk, str(tmp_path / "run"), asynchronous)
 

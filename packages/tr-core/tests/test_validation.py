@@ -321,7 +321,7 @@ def test_an_object_that_takes_no_more_methods_is_told_which_it_lacks(make_args):
         __slots__ = ()
         device, rank, local_rank, world_size = torch.device("cpu"), 0, 0, 1
 
-    words = "Fixed lacks acts_on, accelerator, sizes, members, schedules_micro_batches, data, binds_optimizer, c"
+    words = "Fixed lacks acts_on, accelerator, sizes, coordinates, members, schedules_micro_batches, data, binds_"
     with pytest.raises(TypeError, match=words):
         Trainer(Classifier(), make_args(), strategy=Fixed())
 
