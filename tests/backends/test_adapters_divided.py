@@ -19,6 +19,12 @@ pytestmark = [
 ]
 
 UNITS = {"transformer_layer_cls_to_wrap": ["BertLayer"], "use_orig_params": True}
+OF_BERT = {
+    **{f"base_model.model.bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+    "base_model.model.bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "base_model.model.bert.encoder.layer.*.intermediate.dense": "colwise",
+    "base_model.model.bert.encoder.layer.*.output.dense": "rowwise",
+}
 FULL = {"state_dict_type": "FULL_STATE_DICT"}
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over six steps of Adam
 
@@ -72,6 +78,8 @@ def test_an_adapter_is_trained_saved_and_gone_on_with_as_in_one_process(variant,
     options = shared(variant, 4, 2)
     if "transformer_layer_cls_to_wrap" in options.get("fsdp_config", {}):
         options["fsdp_config"] = UNITS
+    if "tp_plan" in options:
+        options["tp_plan"] = OF_BERT
     size = options.pop("per_device_train_batch_size")
     alone = train(str(tmp_path / "1"), {}, 4, 6, None)
     run_on(variant, train, 2, str(tmp_path / "2"), options, size, 3, None, timeout_s=240)

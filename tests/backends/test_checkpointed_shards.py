@@ -67,6 +67,8 @@ def test_activations_are_computed_again(tmp_path, variant):
     options = {**shared(variant, 12, 2), "activation_checkpointing": True}
     if "transformer_layer_cls_to_wrap" in options.get("fsdp_config", {}):
         options["fsdp_config"] = {"transformer_layer_cls_to_wrap": ["Layer"]}
+    if "tp_plan" in options:
+        options["tp_plan"] = {"layers.*.inner": "rowwise_split_input"}
     ranks = run_on(variant, train, 2, str(tmp_path / "2"), options)
     check(ranks, alone, TOLERANCE * FARTHER.get(variant, 1))
 

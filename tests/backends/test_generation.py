@@ -61,6 +61,10 @@ def test_ranks_generate_what_one_process_does(tmp_path, variant):
     alone = generate(str(tmp_path / "1"), {"per_device_train_batch_size": 4})
     if "transformer_layer_cls_to_wrap" in backend.get("fsdp_config", {}):
         backend = {**backend, "fsdp_config": {"transformer_layer_cls_to_wrap": ["T5Block"]}}
+    if "tp_plan" in backend:
+        plan = {f"{half}.block.*.layer.*.DenseReluDense.{name}": style for half in ("encoder", "decoder")
+                for name, style in (("wi", "colwise"), ("wo", "rowwise"))}  # fmt: skip
+        backend = {**backend, "tp_plan": plan}
     options = shared(variant, 4, 2) | backend
     ends = {int((row == END).int().argmax()) for row in torch.as_tensor(alone[0])}
     assert len(ends) > 2  # at different times

@@ -8,10 +8,9 @@ import torch
 from shared.callbacks import Stop, StopAt
 from shared.data import SeenRows, rows
 from torch import nn
-from variants import FARTHER, ONE_PROCESS, TOLERANCE, VARIANTS, run_on, shared
+from variants import FARTHER, ONE_PROCESS, TOLERANCE, VARIANTS, run_on, shared, together
 
 from tr_core import Trainer, TrainingArguments
-from tr_dist.testing import run_ranks
 
 # Every change runs the others.
 LEFT_TO_ITS_BACKEND = ("offload",)
@@ -146,9 +145,10 @@ def test_a_rank_that_is_left_without_a_sample_adds_nothing(tmp_path, variant, mo
 def test_every_sample_is_used_once_an_epoch(tmp_path, variant, number):
     options = {**shared(variant, 8, 2), "num_train_epochs": 3}
     ranks = run_on(variant, train, 2, str(tmp_path), "Network", number, options)
-    used = [index for rank in ranks for index in rank[2]]
-    assert sorted(used) == sorted(list(range(number)) * 3)
-    assert len({index for rank in ranks for index in rank[2][:4]}) == 4 * len(ranks)
+    by_data_rank = [rank[2] for rank in ranks[:: together(variant)]]
+    assert sorted(sum(by_data_rank, [])) == sorted(list(range(number)) * 3)
+    assert len({index for seen in by_data_rank for index in seen[:4]}) == 4 * len(by_data_rank)
+    assert [rank[2] for rank in ranks] == [seen for seen in by_data_rank for _ in range(together(variant))]
 
 
 @pytest.mark.row("resume")
@@ -169,13 +169,13 @@ def test_a_run_of_two_ranks_goes_on_with_another_number_at_the_next_sample(tmp_p
     number = 1 if variant in ONE_PROCESS else 2
     two = {**VARIANTS[variant], **steps, "per_device_train_batch_size": 12 // number}
     first = run_on(variant, train, number, str(tmp_path / "2"), "Network", 144, two, 3)
-    others = {"strategy": "ddp"} if variant in ONE_PROCESS else VARIANTS[variant]
+    other = "ddp" if variant in ONE_PROCESS else variant
     for world_size in (1, 3, 4) if number == 2 else (2, 3):
         shutil.copytree(tmp_path / "2", folder := tmp_path / f"{world_size}-of-2")
-        resized = {**others, **steps, "per_device_train_batch_size": 12 // world_size}
-        second = run_ranks(train, world_size, str(folder), "Network", 144, resized, None, True, timeout_s=120)
+        resized = {**VARIANTS[other], **steps, "per_device_train_batch_size": 12 // world_size}
+        second = run_on(other, train, world_size, str(folder), "Network", 144, resized, None, True)
         # Three steps of six samples; a fourth step's may have been loaded already when the run was stopped.
-        used = [index for rank in first for index in rank[2][: 36 // number]]
-        used += [index for rank in second for index in rank[2]]
+        used = [index for rank in first[:: together(variant)] for index in rank[2][: 36 // number]]
+        used += [index for rank in second[:: together(other)] for index in rank[2]]
         assert sorted(used) == list(range(144))
         assert_close(second[0], alone, tolerance_of(variant))

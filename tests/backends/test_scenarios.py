@@ -1,9 +1,12 @@
 """What every backend does besides giving the numbers of one process: its promises, bfloat16, overflows, exports."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_numbers import Network, Rows
+from torch import nn
 from variants import VARIANTS, run_on, shared
 
 from tr_core import Trainer, TrainerCallback, TrainingArguments
@@ -19,9 +22,16 @@ def trainer_of(folder, options, callbacks=()):
     return Trainer(Network(), args, train_dataset=rows, eval_dataset=rows[:7], callbacks=list(callbacks))
 
 
+def small_network():
+    """Return a network whose modules a plan for `Network` names."""
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))))
+
+
 def keep_promises(folder, options):
     strategy = trainer_of(folder, options).strategy
-    check_strategy(strategy)
+    of_tp = {"make": small_network, "consumes": False} if "tp_plan" in options else {}
+    check_strategy(strategy, **of_tp)
     strategy.close()
 
 

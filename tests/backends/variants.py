@@ -7,6 +7,7 @@ from tr_dist.testing import run_ranks
 _BY_CLASS = {"transformer_layer_cls_to_wrap": ["Sequential"]}
 _DIVIDED = {"stage": 3, "stage3_param_persistence_threshold": 0}  # or all parameters of small models stay whole
 _IN_HOST_MEMORY = {"device": "cpu"}
+_OF_NETWORK = {"layers.0": "colwise", "layers.2": "rowwise"}  # other models have other plans
 
 BACKENDS = {
     "cpu": {"cpu": {"strategy": "single"}},
@@ -36,7 +37,10 @@ BACKENDS = {
             }
         },
     },
-    "mesh": {},  # its processes share samples: test_mesh.py
+    "mesh": {  # two processes compute each sample
+        "tp": {"parallelism_config": "tp=2", "tp_plan": _OF_NETWORK},
+        "tp_shards": {"parallelism_config": "tp=2", "tp_plan": _OF_NETWORK, "fsdp": "full_shard"},
+    },
     "xla": {},  # its devices are those of one process: xla_scenarios.py has its scenarios
     "mps": {"mps": {"strategy": "mps", "use_cpu": False}},
     "cuda": {"cuda": {"strategy": "single", "use_cpu": False}},
@@ -65,14 +69,19 @@ def missing_device(backend):
 
 
 def shared(variant, rows, world_size, accumulation=1):
-    """Return the arguments by which ranks, or micro-batches of one process, have `rows` rows together."""
+    """Return the arguments by which data ranks, or micro-batches of one process, have `rows` rows together."""
     more = world_size if variant in ONE_PROCESS else 1
     sizes = {"per_device_train_batch_size": rows // world_size, "gradient_accumulation_steps": accumulation * more}
     return {**VARIANTS[variant], **sizes}
 
 
+def together(variant):
+    """Return how many processes, which follow each other, compute the same samples."""
+    return 2 if "tp_plan" in VARIANTS[variant] else 1
+
+
 def run_on(variant, function, world_size, *arguments, timeout_s=300):
-    """Call a function in as many ranks, or once in this process where the variant has no ranks."""
+    """Call a function in the processes of as many data ranks, or once in this one where the variant has no ranks."""
     if variant in ONE_PROCESS:
         return [function(*arguments)]
-    return run_ranks(function, world_size, *arguments, timeout_s=timeout_s)
+    return run_ranks(function, world_size * together(variant), *arguments, timeout_s=timeout_s)

@@ -17,24 +17,30 @@ from tr_core.single_device import complete_strategy
 from tr_core.state import TrainerControl, TrainerState
 
 
-def check_strategy(strategy: Strategy) -> None:
+def check_strategy(
+    strategy: Strategy, make: Callable[[], nn.Module] | None = None, *, consumes: bool = True
+) -> None:
     """Train a small model for two steps of two micro-batches through a strategy. Collective.
 
-    The final model must equal that of one process with the union of all ranks' batches, within 1e-5.
+    The final model must equal that of one process with the union of all data ranks' batches, within 1e-5.
+
+    Args:
+        strategy: that has prepared no model.
+        make: builds the model, the same each time, of inputs of 4 numbers; None for a linear module.
+        consumes: whether optimizers may consume gradients during the backward pass.
     """
     with contextlib.suppress(TypeError):  # the check below names what it lacks
         complete_strategy(strategy)
     assert isinstance(strategy, Strategy), _missing(strategy, Strategy)
     assert 0 <= strategy.rank < strategy.world_size, "rank lies outside 0 .. world_size - 1"
     check_collectives(strategy)
-    alone, shared = _small_model(), _small_model()
+    make = make or _small_model
+    alone, shared = make(), make()
     wrapped = strategy.prepare(shared)
     assert strategy.unwrap(wrapped) is shared, "unwrap does not return the module that was prepared"
-    data = torch.arange(2 * 2 * strategy.world_size * 3 * 4, dtype=torch.float32).reshape(
-        2, 2, strategy.world_size, 3, 4
-    )
-    data = torch.sin(data)
-    norms = [_train_alone(alone, data), _train_shared(strategy, wrapped, data)]
+    ranks, rank = strategy.data.world_size, strategy.data.rank
+    data = torch.sin(torch.arange(2 * 2 * ranks * 3 * 4, dtype=torch.float32).reshape(2, 2, ranks, 3, 4))
+    norms = [_train_alone(alone, data), _train_shared(strategy, wrapped, data[:, :, rank])]
     for expected, found in zip(*norms, strict=True):
         assert abs(expected - found) < 1e-4 * (1 + expected), f"norm before clipping is {found}, should be {expected}"
     names = set(strategy.state_parts(wrapped, None)["model"].state_dict())
@@ -47,13 +53,13 @@ def check_strategy(strategy: Strategy) -> None:
             state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=partial("{} differs from one process: {}".format, name)
         )
     _check_gathered(strategy, wrapped, alone)
-    if not strategy.binds_optimizer:
-        _check_fused(strategy, wrapped, data[0, 0, strategy.rank])
+    if consumes and not strategy.binds_optimizer:
+        _check_fused(strategy, wrapped, data[0, 0, rank])
     for optimizer in (
         torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
         torch.optim.AdamW(wrapped.parameters(), lr=0.1, fused=has_fused(strategy.device)),
     ):
-        _check_skipping(strategy, wrapped, optimizer, data[0, 0, strategy.rank])
+        _check_skipping(strategy, wrapped, optimizer, data[0, 0, rank])
 
 
 def check_collectives(strategy: Strategy) -> None:
@@ -210,7 +216,7 @@ def _train_shared(strategy: Strategy, model: nn.Module, data: torch.Tensor) -> l
         for number, batch in enumerate(micro_batches, start=1):
             with strategy.accumulate(model, sync=number == len(micro_batches)):
                 with strategy.autocast():
-                    loss = model(batch[strategy.rank].to(strategy.device)).square().mean() / 2
+                    loss = model(batch.to(strategy.device)).square().mean() / 2
                 strategy.backward(loss)
         norm = strategy.clip_grad_norm(model, optimizer, 0.05)
         assert isinstance(norm, torch.Tensor), "clip_grad_norm must leave the norm on the device"
