@@ -20,10 +20,10 @@ pytestmark = [
 
 UNITS = {"transformer_layer_cls_to_wrap": ["BertLayer"], "use_orig_params": True}
 OF_BERT = {
-    **{f"base_model.model.bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
-    "base_model.model.bert.encoder.layer.*.attention.output.dense": "rowwise",
-    "base_model.model.bert.encoder.layer.*.intermediate.dense": "colwise",
-    "base_model.model.bert.encoder.layer.*.output.dense": "rowwise",
+    **{f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
 }
 FULL = {"state_dict_type": "FULL_STATE_DICT"}
 TOLERANCE = 1e-5  # sums of 32 bits in another order, over six steps of Adam

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from variants import BACKEND_OF, FARTHER, ONE_PROCESS, VARIANTS, chosen
+from variants import BACKEND_OF, FARTHER, ONE_PROCESS, VARIANTS, chosen, together
 
 from tr_core import Trainer, TrainingArguments
 from tr_core.testing import optimizer_names
@@ -189,7 +189,9 @@ def train_one(folder, name, options):
 
 def train_in_variants(folder, variants):
     """Train on each of some variants; libraries are imported once for all."""
-    return {variant: train(folder, {"per_device_train_batch_size": 6, **VARIANTS[variant]}) for variant in variants}
+    plan = {"tp_plan": {"layers.0": "rowwise_split_input"}}  # the others' sides do not divide by two
+    forms = {each: VARIANTS[each] | (plan if "tp_plan" in VARIANTS[each] else {}) for each in variants}
+    return {variant: train(folder, {"per_device_train_batch_size": 6, **form}) for variant, form in forms.items()}
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +212,10 @@ def ranks(request, tmp_path_factory):
             wanted = [each for each in chosen(backends) if each not in left_out]
             variants = [each for each in wanted if BACKEND_OF[each] == BACKEND_OF[variant]]
             try:
-                found = run_ranks(train_in_variants, 2, str(tmp_path_factory.mktemp("n")), variants, timeout_s=1800)
+                number = 2 * together(variant)
+                found = run_ranks(
+                    train_in_variants, number, str(tmp_path_factory.mktemp("n")), variants, timeout_s=1800
+                )
                 known.update({each: [rank[each] for rank in found] for each in variants})
             except Exception as error:  # of all optimizers: none is tried again
                 known.update(dict.fromkeys(variants, error))

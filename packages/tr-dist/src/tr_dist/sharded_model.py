@@ -108,7 +108,10 @@ class FullStateModel:
             mine = own.get(name)
             if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 whole = value.to(mine.device, mine.dtype)
-                state_dict = {**state_dict, name: distribute_tensor(whole, mine.device_mesh, mine.placements)}
+                state_dict = {
+                    **state_dict,
+                    name: distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None),
+                }
         self._model.load_state_dict(state_dict)
 
 

@@ -137,13 +137,13 @@ class _Unfrozen(_Part):
 
 
 def _sharded_as(mine: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-    """Return a saved tensor, sharded as the model's own if that is sharded and this one is not. Collective then."""
+    """Return a saved tensor, sharded as the model's own if that is sharded and this one is not."""
     if not hasattr(mine, "placements") or hasattr(saved, "placements"):
         return saved
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     own = cast("DTensor", mine)
-    return distribute_tensor(saved.to(own.device, own.dtype), own.device_mesh, own.placements)
+    return distribute_tensor(saved.to(own.device, own.dtype), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _as_peft_saves(model: Any, state: dict[str, Any]) -> dict[str, Any]:

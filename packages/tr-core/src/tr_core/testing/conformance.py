@@ -17,9 +17,7 @@ from tr_core.single_device import complete_strategy
 from tr_core.state import TrainerControl, TrainerState
 
 
-def check_strategy(
-    strategy: Strategy, make: Callable[[], nn.Module] | None = None, *, consumes: bool = True
-) -> None:
+def check_strategy(strategy: Strategy, make: Callable[[], nn.Module] | None = None, *, consumes: bool = True) -> None:
     """Train a small model for two steps of two micro-batches through a strategy. Collective.
 
     The final model must equal that of one process with the union of all data ranks' batches, within 1e-5.

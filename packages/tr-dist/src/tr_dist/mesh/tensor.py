@@ -166,7 +166,11 @@ class Tensor(Direction):
         self._has_parts = not {"colwise_loss_parallel", _ON_PIECES}.isdisjoint(styles.values())
         take_over(model, mesh["tp"])
         divide(model, styles, mesh["tp"])
-        divided = [module for name, module in model.named_modules() if styles.get(name, "").startswith("colwise")]
+        divided = [
+            module
+            for name, module in model.named_modules()
+            if styles.get(name, "").startswith("colwise") and ".lora_B." not in name  # of inputs of their own
+        ]
         self._given = share_inputs(divided, mesh["tp"])
 
     def finish(self, model: nn.Module) -> None:
@@ -209,10 +213,10 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
             f"tp_size divides matrices by a plan, and {type(model).__name__} has none; give one as tp_plan, such as "
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
         )
-    modules, styles = dict(model.named_modules()), dict[str, str]()
+    modules, styles, base = dict(model.named_modules()), dict[str, str](), _base(model)
     for pattern, style in plan.items():
         style = _OTHER_NAMES.get(style, style)
-        found = matching(pattern, modules)
+        found = matching(pattern, modules) or matching(base + pattern, modules)
         if not found and given is not None:
             raise ValueError(f"tp_plan: no module is called {pattern!r}; there are {some_of(sorted(modules)[1:])}")
         if found and style not in (*_STYLES, *_AS_IT_IS):
@@ -226,7 +230,39 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
             f"tp_size: the plan of {type(model).__name__} names none of its modules ({', '.join(plan)}); give one as "
             f"tp_plan, for {some_of(sorted(modules)[1:])}"
         )
-    return styles
+    return _within_adapters(modules, styles)
+
+
+def _base(model: nn.Module) -> str:
+    """Return what names of modules begin with in an adapter's wrapper (PEFT), which a plan of the model leaves out."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
+
+
+def _within_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles with those of a module and of its adapter's half in place of one that LoRA has wrapped.
+
+    What divides the outputs divides those of `lora_B`; what divides the inputs divides those of `lora_A`.
+
+    Raises:
+        ValueError: an adapter is not of two matrices alone, or norms are computed on pieces of the sequence.
+    """
+    found = dict[str, str]()
+    for name, style in styles.items():
+        adapter: Any = modules[name]
+        half = {"out_features": "lora_B", "in_features": "lora_A"}.get(_STYLES[style][2], "")
+        if not half or not hasattr(adapter, "base_layer"):
+            found[name] = style
+            continue
+        if not hasattr(adapter, half) or adapter.lora_variant or _ON_PIECES in styles.values():
+            raise ValueError(
+                f"tp_plan: {name} is an adapter ({type(adapter).__name__}), of which {style!r} divides those of LoRA "
+                "without variants (use_dora), beside no 'sequence_parallel'; leave it out of tp_plan, or of "
+                "target_modules"
+            )
+        parts = (f"{half}.{key}" for key in getattr(adapter, half))
+        found |= dict.fromkeys([f"{name}.base_layer", *(f"{name}.{part}" for part in parts)], style)
+    return found
 
 
 def check_sizes(model: nn.Module, styles: Mapping[str, str], size: int, started: int = 0) -> None:
