@@ -146,7 +146,7 @@ def test_every_sample_is_used_once_an_epoch(tmp_path, variant, number):
     options = {**shared(variant, 8, 2), "num_train_epochs": 3}
     ranks = run_on(variant, train, 2, str(tmp_path), "Network", number, options)
     by_data_rank = [rank[2] for rank in ranks[:: together(variant)]]
-    assert sorted(sum(by_data_rank, [])) == sorted(list(range(number)) * 3)
+    assert sorted(index for seen in by_data_rank for index in seen) == sorted(list(range(number)) * 3)
     assert len({index for seen in by_data_rank for index in seen[:4]}) == 4 * len(by_data_rank)
     assert [rank[2] for rank in ranks] == [seen for seen in by_data_rank for _ in range(together(variant))]
 

@@ -91,6 +91,11 @@ REFUSALS = {
         "DeepSpeed replaces it by one without its groups and learning rates",
         "DeepSpeed replaces torch's Adagrad by one without its groups and learning rates",
     ),
+    "rows": ("it works on whole rows, which a divided matrix has not", "what is built is rows divided over ranks"),
+    "in backward": (
+        "it consumes gradients in the backward pass, and knows nothing of divided matrices",
+        "consumes gradients in the backward pass is not for tp_size; choose another optim",
+    ),
     "whole": ("its library takes no DTensor, which FSDP's parameters are",
               "is a DTensor, of which each rank holds a part"),
     "paged": ("paged state needs a GPU", "paged state moves between the memory of a GPU and of its host"),
@@ -101,6 +106,7 @@ REFUSALS = {
 BITSANDBYTES = ("adamw_bnb", "paged_", "lion_", "ademamix", "rmsprop_bnb")
 OF_LIBRARIES = (*BITSANDBYTES, "adamw_torch_4bit", "adamw_torch_8bit", "schedule_free", "stable_adamw", "grokadamw",
                 "muon", "galore_torch", "lomo_optim", "adalomo_optim")  # fmt: skip
+OF_ROWS = ("adamw_8bit", "adafactor", "lomo", "adalomo", "galore", "apollo", "fira")
 
 
 def expected(name, variant):
@@ -108,8 +114,10 @@ def expected(name, variant):
     optim = name.partition(",")[0]
     if variant.startswith("zero") and variant != "zero_0" and (found := in_flat_buffers(optim)):
         return found
-    if BACKEND_OF.get(variant) == "fsdp" and optim.startswith(OF_LIBRARIES):
+    if BACKEND_OF.get(variant) in ("fsdp", "mesh") and optim.startswith(OF_LIBRARIES):
         return "whole"
+    if BACKEND_OF.get(variant) == "mesh" and optim.startswith(OF_ROWS):
+        return "in backward" if "lomo" in optim else "rows"
     if variant == "xla" and (found := on_xla(name)):
         return found
     if optim.startswith("paged") and variant != "cuda":
