@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tr_core import Trainer, TrainingArguments
 from tr_dist.fake_ranks import fake_rank
 
-pytestmark = pytest.mark.column("mesh")
+pytestmark = [pytest.mark.column("mesh"), pytest.mark.row("refused")]
 SHARDED = {"fsdp": "full_shard auto_wrap"}
 SIZES = "parallelism_config"
 
@@ -87,6 +87,15 @@ WRONG = {
         {SIZES: "tp=2", "tp_plan": {"model.norm": "sequence_parallel", "lm_head": "moe_tp_experts"}},
         "'sequence_parallel' is not done with moe_tp_experts; leave it out",
     ),
+    "compiled parts": (
+        2,
+        {SIZES: "tp=2", "torch_compile": True},
+        "torch_compile is not done with tp_size; leave it out",
+    ),
+    "noise of parts": (2, {SIZES: "tp=2", "neftune_noise_alpha": 5.0}, "neftune_noise_alpha is not done with tp_size"),
+    "noise of pieces": (2, {SIZES: "sp=2", "neftune_noise_alpha": 5.0}, "neftune_noise_alpha is not done with sp_size"),
+    "an average of stages": (2, {SIZES: "pp=2", "ema_decay": 0.9}, "ema_decay is not done with pp_size; leave it out"),
+    "a stage of no layer": (2, {SIZES: "pp=2", "pp_split": ["layers.7"]}, "pp_split names layers.7"),
     "a mistyped name": (2, {SIZES: "tpp=2"}, "unknown key tpp_size; did you mean tp_size?"),
     "a size of zero": (2, {SIZES: "tp=0"}, "needs a number of processes, from 1"),
     "split batches": (2, {SIZES: "tp=2", "accelerator_config": {"split_batches": True}}, "give a replica's"),

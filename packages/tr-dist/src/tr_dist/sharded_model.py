@@ -18,6 +18,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+# Each rank takes its shard from the whole tensor, which all have. Torch before 2.7 sends those of rank 0.
+_FROM_HERE: dict[str, Any] = (
+    {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
+)
+
 
 def broadcast_values(model: nn.Module, device: torch.device) -> None:
     """Copy the parameters and buffers of rank 0 to every rank, one at a time, but those in parts. Collective."""
@@ -108,10 +113,8 @@ class FullStateModel:
             mine = own.get(name)
             if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 whole = value.to(mine.device, mine.dtype)
-                state_dict = {
-                    **state_dict,
-                    name: distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None),
-                }
+                shard = distribute_tensor(whole, mine.device_mesh, mine.placements, **_FROM_HERE)
+                state_dict = {**state_dict, name: shard}
         self._model.load_state_dict(state_dict)
 
 

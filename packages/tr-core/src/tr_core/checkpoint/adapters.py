@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,7 +144,10 @@ def _sharded_as(mine: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     own = cast("DTensor", mine)
-    return distribute_tensor(saved.to(own.device, own.dtype), own.device_mesh, own.placements, src_data_rank=None)
+    whole = saved.to(own.device, own.dtype)
+    # Each rank takes its shard from the whole tensor, which all have. Torch before 2.7 sends those of rank 0.
+    here: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in signature(distribute_tensor).parameters else {}
+    return distribute_tensor(whole, own.device_mesh, own.placements, **here)
 
 
 def _as_peft_saves(model: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, as_in_evaluation
-from tr_dist.mesh.stages import Stages
+from tr_dist.mesh.stages import Stages, bounds_of, cut_of
 
 # name -> the schedule, and how many stages each process has.
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -70,6 +70,10 @@ class Pipeline(Direction):
         """Make the groups of the rows; see `Direction.join`."""
         self.row = among(ranks.flatten(1).T.tolist())
         self.ranks = dist.get_process_group_ranks(self.row.group)
+
+    def check(self, model: nn.Module) -> None:
+        """Check that the model can be cut; see `Direction.check`."""
+        bounds_of(cut_of(model), self._split, self.size, self._each)
 
     def divide(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Cut the model; see `Direction.divide`."""

@@ -50,10 +50,6 @@ class PipelinedMesh(Mesh):
         Raises:
             ValueError: an argument does not work with stages.
         """
-        for name, wanted in (("torch_compile", False), ("step_compile", "off"), ("auto_find_batch_size", False),
-                             ("ema_decay", None), ("count_flops", False)):  # fmt: skip
-            if getattr(args, name, wanted) not in (wanted, None):
-                raise ValueError(f"{name} is not done with pp_size; leave it out")
         if args.fsdp_config.get("state_dict_type") == "FULL_STATE_DICT":
             raise ValueError("fsdp_config: state_dict_type='FULL_STATE_DICT' is not done with pp_size; leave it out")
         pipeline = Pipeline(sizes_of(args)["pp_size"], args.pp_split, args.pp_schedule)

@@ -24,6 +24,12 @@ from tr_dist.mesh.sequence import Context, Sequences
 from tr_dist.mesh.tensor import Tensor
 from tr_log import get_logger, warning_once
 
+# Arguments, and the directions that they are not done with.
+_REFUSED = (
+    (("torch_compile", "step_compile"), ("tp", "pp")),
+    (("neftune_noise_alpha",), ("tp", "cp", "sp")),  # each process would draw other noise, for the length of its piece
+    (("predict_with_generate", "auto_find_batch_size", "ema_decay", "count_flops"), ("pp",)),
+)
 _logger = get_logger(__name__)
 
 
@@ -76,8 +82,17 @@ class Mesh(FSDP):
 
     @classmethod
     def directions_of(cls, args: Any) -> list[Direction]:
-        """Return the directions that the training arguments give, from the outermost."""
+        """Return the directions that the training arguments give, from the outermost.
+
+        Raises:
+            ValueError: an argument does not work with one of them.
+        """
         sizes = sizes_of(args)
+        for names, refusing in _REFUSED:
+            given = [f"{name}_size" for name in refusing if sizes[f"{name}_size"] > 1]
+            for name in names if given else ():
+                if getattr(args, name, None) not in (None, False, "off"):
+                    raise ValueError(f"{name} is not done with {given[0]}; leave it out")
         every = (
             Context(sizes["cp_size"], args.label_names),
             Sequences(sizes["sp_size"], args.label_names),
