@@ -20,10 +20,9 @@ TOLERANCE = 1e-5  # sums of 32 bits in another order, over two epochs of Adam
 
 def strategies():
     """Return the strategies, each with its column."""
-    for name in ("ddp", "fsdp", "mesh", "zero 1/0", "zero 1/2", "zero 3/2", "zero 1/3"):
-        marks = [pytest.mark.column(name), *([pytest.mark.slow] if name == "mesh" else [])]
+    for name in ("ddp", "fsdp", "zero 1/0", "zero 1/2", "zero 3/2", "zero 1/3"):
         of_deepspeed = name.startswith("zero")
-        marks = [pytest.mark.column("deepspeed"), needs_deepspeed] if of_deepspeed else marks
+        marks = [pytest.mark.column("deepspeed"), needs_deepspeed] if of_deepspeed else pytest.mark.column(name)
         yield pytest.param(name, marks=marks)
 
 
@@ -42,12 +41,11 @@ def test_two_ranks_train_as_the_plain_loop_does_in_one_process(strategy):
     accumulation = int(strategy[-3]) if strategy.startswith("zero") else 3
     weights, predictions = plain(29, 6, accumulation=accumulation)
     options = {"accumulation": accumulation, "shuffle": True}
-    each = 2 if strategy == "mesh" else 1  # processes that compute the same samples
-    ranks = run_ranks(distributed, 2 * each, strategy, 29, 3, options, timeout_s=180)
+    ranks = run_ranks(distributed, 2, strategy, 29, 3, options, timeout_s=180)
     torch.testing.assert_close(ranks[0][0], weights, rtol=TOLERANCE, atol=TOLERANCE)
     for rank in ranks:
         torch.testing.assert_close(rank[1], predictions, rtol=TOLERANCE, atol=TOLERANCE)
-    assert sorted(ranks[0][2] + ranks[-1][2]) == sorted([*range(29)] * 2)
+    assert sorted(ranks[0][2] + ranks[1][2]) == sorted([*range(29)] * 2)
 
 
 def accumulate_otherwise():

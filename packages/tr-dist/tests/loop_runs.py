@@ -74,11 +74,6 @@ def strategy_named(name):
         return DDP(use_cpu=True)
     if name == "fsdp":
         return FSDP(Sharding(wrap="SIZE_BASED_WRAP", min_num_params=10), use_cpu=True)
-    if name == "mesh":
-        from tr_dist.mesh import Mesh
-        from tr_dist.mesh.tensor import Tensor
-
-        return Mesh(directions=[Tensor(2, {"0": "colwise", "2": "rowwise"})], use_cpu=True)
     from tr_dist.deepspeed import DeepSpeed
 
     divided = {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}
@@ -89,8 +84,7 @@ def distributed(strategy, number, batch_size, options):
     """Train with four lines changed; returns weights (on rank 0), predictions, and the numbers of the rows seen.
 
     Args:
-        strategy: `ddp`, `fsdp`, `mesh` of two processes a sample, or `zero A/S` for DeepSpeed with A micro-batches in a
-            step, at stage S.
+        strategy: `ddp`, `fsdp`, or `zero A/S` for DeepSpeed with A micro-batches in a step, at stage S.
         number: rows of the data set.
         batch_size: of a rank.
         options: of the run and of its loader.

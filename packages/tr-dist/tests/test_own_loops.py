@@ -11,6 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from tr_dist import DDP, Loop
+from tr_dist.elastic import ElasticDDP
+from tr_dist.mesh import Mesh
 from tr_dist.own_loops.loader import RankBatches, rows_of, share_of
 from tr_dist.testing import run_ranks
 
@@ -212,6 +214,15 @@ def test_accumulation_without_a_prepared_loader_is_refused():
             model(torch.ones(1, 6))
     with pytest.raises(ValueError, match="gradient_accumulation_steps=0 must be at least 1"):
         Loop(gradient_accumulation_steps=0)
+
+
+def test_strategies_of_other_steps_are_refused():
+    """Ranks of a mesh would be given other samples, and elastic's gradients would not be exchanged."""
+    for kind in (Mesh, ElasticDDP):
+        strategy = object.__new__(kind)
+        strategy._data = None
+        with pytest.raises(ValueError, match=f"a {kind.__name__} needs steps of another kind: use the Trainer"):
+            Loop(strategy)
 
 
 def order_of_words():

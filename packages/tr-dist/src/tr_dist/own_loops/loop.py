@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from tr_dist.ddp import DDP
+from tr_dist.elastic import Elastic
 from tr_dist.own_loops.loader import PreparedLoader, RowShare, rows_of
 from tr_dist.own_loops.prepared import PreparedOptimizer, PreparedSchedule, follow_parameters
 
@@ -42,7 +43,7 @@ class Loop:
 
     Raises:
         TypeError: the strategy lacks a method.
-        ValueError: the strategy has another number of micro-batches.
+        ValueError: the strategy has another number of micro-batches, or needs steps of another kind.
     """
 
     def __init__(self, strategy: Any = None, *, gradient_accumulation_steps: int = 1) -> None:
@@ -51,6 +52,11 @@ class Loop:
         self.strategy = DDP() if strategy is None else strategy
         if lacking := [name for name in _METHODS if not hasattr(self.strategy, name)]:
             raise TypeError(f"the strategy {type(self.strategy).__name__} lacks {', '.join(lacking)}, which Loop calls")
+        if isinstance(self.strategy, Elastic) or getattr(self.strategy, "data", self.strategy) is not self.strategy:
+            raise ValueError(
+                "Loop gives each process samples of its own, and exchanges after a backward pass; a "
+                f"{type(self.strategy).__name__} needs steps of another kind: use the Trainer, or DDP, FSDP, DeepSpeed"
+            )
         self.device, self.rank = self.strategy.device, self.strategy.rank
         self.world_size = self.strategy.world_size
         self._steps = gradient_accumulation_steps
