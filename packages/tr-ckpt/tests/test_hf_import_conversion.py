@@ -124,7 +124,7 @@ def test_nothing_is_written_over(left, tmp_path):
         hf_import.convert(left, left.parent)
 
 
-@pytest.mark.parametrize("mode", ["kill", "error"])
+@pytest.mark.parametrize("mode", ["kill", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_conversion_that_fails_at_any_operation_leaves_all_or_nothing(left, tmp_path, mode):
     with Faults() as faults:
         hf_import.convert(left, tmp_path / "whole")

@@ -230,10 +230,11 @@ def test_machines_without_a_shared_file_system_go_on_together_or_not_at_all(rank
             assert [type(end) for end in ends] == [UnreadableError, UnreadableError]
 
 
-def test_a_checkpoint_of_another_program_is_not_called_damaged_either(left, tmp_path):
+@pytest.mark.parametrize("stride", [6, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_another_program_is_not_called_damaged_either(left, tmp_path, stride):
     with BadReads(after=10**9) as counted:
         assert Checkpointer(tmp_path / "ours").restore(ckpt_foreign.make(), left) == 3
-    for after in range(0, len(counted.log), 2):
+    for after in range(0, len(counted.log), stride):
         with BadReads(times=1, after=after):
             assert Checkpointer(tmp_path / "ours").restore(ckpt_foreign.make(), left) == 3
         with BadReads(after=after), pytest.raises(UnreadableError):
