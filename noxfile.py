@@ -52,8 +52,9 @@ NIGHT = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in B
          "attack", "minimums", "pythons-3.12", "pythons-3.13")  # fmt: skip
 # Every change runs the others; `-m slow` after it has the last word.
 NOT_SLOW = ("-m", "not slow")
-# Tests of one file stay together, in order. Many wait for processes and clocks: two a core leave none idle.
-PARALLEL = ("-n", str(min(2 * (os.cpu_count() or 1), 8)), "--dist", "loadfile")
+# Tests of one file stay together, in order. Many wait for processes and clocks: one more than cores leaves none idle,
+# and each collects all tests anew.
+PARALLEL = ("-n", str(min((os.cpu_count() or 1) + 1, 8)), "--dist", "loadfile")
 # Tests of packages about hardware that a test machine seldom has.
 HARDWARE = {
     "mps": ("packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",

@@ -246,7 +246,7 @@ def test_a_mesh_gives_the_numbers_of_one_process(name, form, tmp_path):
 @pytest.mark.row("resize")
 @pytest.mark.parametrize(
     ("first", "second"),
-    in_the_night(("tp 2, shards 2", "tp 2 of units"), ("tp 2", "alone"), ("alone", "tp 2, replicas 2")),
+    in_the_night(("tp 2", "alone"), ("tp 2, shards 2", "tp 2 of units"), ("alone", "tp 2, replicas 2")),
 )
 def test_a_run_goes_on_on_another_mesh(first, second, tmp_path):
     def run(form, folder, *arguments):
