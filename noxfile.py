@@ -53,8 +53,10 @@ NIGHT = ("crash", "resume", "fuzz", "parity", *(f"backend({name})" for name in B
 # Every change runs the others; `-m slow` after it has the last word.
 NOT_SLOW = ("-m", "not slow")
 # Tests of one file stay together, in order. Many wait for processes and clocks: one more than cores leaves none idle,
-# and each collects all tests anew.
-PARALLEL = ("-n", str(min((os.cpu_count() or 1) + 1, 8)), "--dist", "loadfile")
+# and each collects all tests anew. Those of tr-ckpt wait for disks and hubs.
+WORKERS = min((os.cpu_count() or 1) + 1, 8)
+PARALLEL = ("-n", str(WORKERS), "--dist", "loadfile")
+MORE_WORKERS = {"tr-ckpt": ("-n", str(WORKERS + 2))}
 # Tests of packages about hardware that a test machine seldom has.
 HARDWARE = {
     "mps": ("packages/tr-dist/tests/test_mps.py", "packages/tr-core/tests/test_mac.py",
@@ -134,7 +136,8 @@ def alone(session: nox.Session, package: str) -> None:
     """Test one package in an environment that holds nothing but what it declares."""
     local = [argument for p in with_siblings(package) for argument in ("-e", f"./packages/{p.name}")]
     session.install(*PYTEST, *ALONE_EXTRAS.get(package, ()), *local, *CONSTRAINTS)
-    session.run("pytest", f"packages/{package}/tests", *NOT_SLOW, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT)
+    parallel = (*PARALLEL, *MORE_WORKERS.get(package, ()))
+    session.run("pytest", f"packages/{package}/tests", *NOT_SLOW, *parallel, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session
