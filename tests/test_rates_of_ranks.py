@@ -74,12 +74,11 @@ def rates(folder, strategy, streams):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("streams", [False, True], ids=["by index", "a stream"])
 def test_two_ranks_count_every_sample_once_and_share_the_peak_of_both(tmp_path, strategy, streams):
-    # What is known of an exchange is taken out of computing, and added again: to the last bits.
     for seen in run_ranks(rates, 2, str(tmp_path), strategy, streams, timeout_s=120):
         assert [step for step, _ in seen] == [1, 2, 3]
         for (_, figures), samples in zip(seen, (8, 8, 1), strict=True):
-            assert figures["samples_per_second"] == pytest.approx(samples)
-            assert figures["tokens_per_second"] == pytest.approx(samples * WIDTH)
-            assert figures["flops_per_second"] == pytest.approx(samples * WIDTH * PER_TOKEN)
-            assert figures["mfu"] == pytest.approx(samples * WIDTH * PER_TOKEN / 200)
+            assert figures["samples_per_second"] == samples
+            assert figures["tokens_per_second"] == samples * WIDTH
+            assert figures["flops_per_second"] == samples * WIDTH * PER_TOKEN
+            assert figures["mfu"] == samples * WIDTH * PER_TOKEN / 200
             assert figures["memory_peak_bytes"] >= figures["memory_bytes"] > 0

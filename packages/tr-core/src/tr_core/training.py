@@ -25,7 +25,7 @@ from tr_core.results import speed_metrics
 from tr_core.run import Run
 from tr_core.state import TrainerState
 from tr_log import get_logger
-from tr_log.phases import CHECKPOINT, active_clock, phase
+from tr_log.phases import CHECKPOINT, PhaseClock, phase
 
 logger = get_logger("tr_core.trainer")
 
@@ -126,21 +126,18 @@ def summarize(run: Run) -> dict[str, Any]:
     with phase(CHECKPOINT):
         run.preemption.wait()
     if run.strategy.world_size > 1:
-        _report_times(run.strategy)
+        _report_times(run.strategy, run.window.clock)
     run.close_window()
     share = steps / max(plan.max_steps, 1)
     metrics = speed_metrics("train", window.start_s, num_samples=plan.num_samples * share, num_steps=steps)
     return {**metrics, "total_flos": state.total_flos, "train_loss": window.mean_loss(steps)}
 
 
-def _report_times(strategy: Strategy) -> None:
+def _report_times(strategy: Strategy, clock: PhaseClock) -> None:
     """Report what each process spent its time on, which no process knows alone. Collective."""
-    clock = active_clock()
     place = ", ".join(f"{name} {number}" for name, number in strategy.coordinates.items())
-    times = strategy.gather_objects((place, {} if clock is None else clock.total()))
-    if clock is not None:  # where nothing writes events, nothing is done
-        rows = [{"place": each, "phases": {k: round(s, 3) for k, s in phases.items()}} for each, phases in times]
-        clock.on_event("processes", processes=rows)
+    times = strategy.gather_objects((place, {name: round(seconds, 3) for name, seconds in clock.total().items()}))
+    clock.on_event("processes", processes=[{"place": each, "phases": phases} for each, phases in times])
 
 
 def load_best(

@@ -68,6 +68,7 @@ class PhaseClock:
         self._since_s = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._taken: dict[str, float] = {}  # all that `take` returned
+        self._trained_s = 0.0  # before the last `switch`
 
     @property
     def phase(self) -> str:
@@ -78,12 +79,14 @@ class PhaseClock:
     def training_s(self) -> float:
         """Seconds so far of loading data, computing and exchange together: without evaluations, saves and the start."""
         running_s = time.perf_counter() - self._since_s if self._phase in TRAINING else 0.0
-        return running_s + sum(self._seconds.get(name, 0.0) + self._taken.get(name, 0.0) for name in TRAINING)
+        return self._trained_s + running_s
 
     def switch(self, phase: str) -> str:
         """Make a phase the active one, and return the one before."""
         now, before = time.perf_counter(), self._phase
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since_s
+        if before in TRAINING:
+            self._trained_s += now - self._since_s
         self._phase, self._since_s = phase, now
         return before
 

@@ -254,7 +254,7 @@ def _within_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, str]
         if not half or not hasattr(adapter, "base_layer"):
             found[name] = style
             continue
-        if not hasattr(adapter, half) or adapter.lora_variant or _ON_PIECES in styles.values():
+        if not hasattr(adapter, half) or getattr(adapter, "lora_variant", True) or _ON_PIECES in styles.values():
             raise ValueError(
                 f"tp_plan: {name} is an adapter ({type(adapter).__name__}), of which {style!r} divides those of LoRA "
                 "without variants (use_dora), beside no 'sequence_parallel'; leave it out of tp_plan, or of "
