@@ -25,6 +25,13 @@ def test_50_random_runs_are_those_that_were_described():
 
 
 @pytest.mark.slow
+def test_40_random_runs_on_meshes_are_those_of_one_process():
+    done = fuzz("--seed", 4, "--n", 40, "--family", "meshes")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.strip().splitlines()[-1] == "runs 40, discrepancies 0"
+
+
+@pytest.mark.slow
 def test_one_run_is_repeated_from_its_line():
     done = fuzz("--repeat", "Run(model='mlp', accumulation=2, habits=(('halve_the_weights', 1),))")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -106,6 +107,10 @@ def build_with_divided(folder, refusals):
     """Build a Trainer with each of the options, for a model that is divided over all processes."""
     model = loaded_in_parts(folder, LlamaForCausalLM)
     for given, words in refusals:
+        if given == REPLACED_BEFORE:
+            model = LlamaForCausalLM.from_pretrained(folder)
+            model.lm_head.forward = partial(type(model.lm_head).forward, model.lm_head)
+            apply_tensor_parallelism(model, init_device_mesh("cpu", (2,)), model._expand_parallel_plan(model.tp_plan))
         if given == REPLACED:
             model.lm_head.forward = model.lm_head.forward.__call__
         args = TrainingArguments(f"{folder}/out", use_cpu=True, report_to="none", save_strategy="no", **given)
@@ -125,7 +130,7 @@ OTHERS = [
     *({"parallelism_config": f"{name}=2"} for name in ("sp", "pp", "ep")),
     {"strategy": "accelerate"},
 ]
-REPLACED = {"parallelism_config": "tp=2", "seed": 1}
+REPLACED, REPLACED_BEFORE = ({"parallelism_config": "tp=2", "seed": seed} for seed in (1, 2))
 PLANS = {
     "no style": {"model.layers.*.mlp.up_proj": "colwise"},
     "embedding_colwise": {"model.embed_tokens": "embedding_colwise"},
@@ -134,7 +139,10 @@ REFUSALS = {
     2: [
         *((options, ALREADY.format("0, 1", 2)) for options in OTHERS),
         *(({"parallelism_config": "tp=2", "tp_plan": plan}, NO_PLAN.format(style)) for style, plan in PLANS.items()),
-        (REPLACED, "the forward of lm_head was replaced after transformers had divided it; replace it after the"),
+        *(
+            (given, "the forward of lm_head was replaced before or after transformers divided it; replace it after the")
+            for given in (REPLACED, REPLACED_BEFORE)
+        ),
     ],
     4: [({"parallelism_config": "tp=2,dp_replicate=2"}, ALREADY.format("0, 1, 2, 3", 4))],
 }

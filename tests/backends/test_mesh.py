@@ -1,5 +1,6 @@
 """Processes that compute each sample together: the numbers of one process, on every mesh, and from one to another."""
 
+import warnings
 from collections import Counter
 
 import pytest
@@ -283,6 +284,67 @@ def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(name, optio
     world, on_mesh = MESHES["tp 2, shards 2"]
     for rank in run_ranks(train, world, str(tmp_path / "mesh"), name, on_mesh | options, timeout_s=300):
         assert_close(rank, alone, tolerance)
+
+
+def train_in_place(folder, options):
+    """Train with a loss that changes logits in place; returns losses and norms."""
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        logits = outputs["logits"]
+        logits /= 2
+        words = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return nn.functional.cross_entropy(*words, reduction="sum") / num_items_in_batch
+
+    args = TrainingArguments(folder, max_steps=2, logging_steps=1, report_to="none", use_cpu=True, **options)
+    trainer = Trainer(llama(), args, train_dataset=rows(16), compute_loss_func=loss)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "FSDP2-wrapped module")
+        trainer.train()
+    trainer.strategy.close()
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_a_loss_may_change_logits_in_place(tmp_path):
+    alone = train_in_place(str(tmp_path / "alone"), ALONE)
+    found = run_ranks(train_in_place, 2, str(tmp_path / "two"), {**ALONE, "parallelism_config": "tp=2"}, timeout_s=180)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor([alone] * 2), rtol=2e-5, atol=0)
+
+
+def train_spoilt(folder, options):
+    """Train on data of which one row's loss is not finite, and go back from it; returns logs and whole weights."""
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        words = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        found = nn.functional.cross_entropy(*words, reduction="sum") / num_items_in_batch
+        return found * torch.nan if (labels[:, 0] == 23).any() else found
+
+    data = [{**row, "labels": row["labels"].clamp(max=22)} for row in rows(28)]
+    data[13]["labels"][0] = 23
+    options = {
+        "max_steps": 6,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "learning_rate": 0.01,
+        **options,
+    }
+    args = TrainingArguments(folder, on_spike="rewind", save_strategy="no", label_names=["labels"], **options)
+    trainer = Trainer(llama(), args, train_dataset=data, compute_loss_func=loss)
+    trainer.train()
+    weights = {k: v.clone() for k, v in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
+    trainer.strategy.close()
+    history = [{k: entry[k] for k in ("loss", "grad_norm")} for entry in trainer.state.log_history if "loss" in entry]
+    return history, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["tp", "sp", "pp"])
+def test_a_run_goes_back_from_a_loss_that_is_not_finite(form, tmp_path):
+    alone = train_spoilt(str(tmp_path / "alone"), ALONE)
+    options = {**ALONE, "parallelism_config": f"{form}=2"}
+    for found in run_ranks(train_spoilt, 2, str(tmp_path / "two"), options, timeout_s=180):
+        assert_close(found, alone, 2e-5)
 
 
 def losses_and_predictions(folder, name, options):

@@ -51,6 +51,12 @@ def test_the_loss_of_nine_samples_in_batches_of_eight_is_the_true_mean(make_trai
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_predictions_are_of_one_data_set(make_trainer):
+    for data, words in (({"test": samples(2)}, r"is a dict of \['test'\]; prediction takes one"), (None, "is None")):
+        with pytest.raises(TypeError, match=f"test_dataset {words}"):
+            make_trainer().predict(data)
+
+
 def test_a_batch_of_unknown_size_counts_no_samples(make_trainer):
     class OfNumbers(nn.Module):
         def forward(self, x, labels):

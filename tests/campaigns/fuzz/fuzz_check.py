@@ -68,7 +68,8 @@ def changed(run, folder):
     if before.error is not None:
         return before
     after = _again(run.after_the_change(), folder, Acts(run))
-    return replace(after, batches=[*before.batches, *after.batches] if after.batches else [])  # ranks tell of none
+    # Ranks tell of none.
+    return replace(after, batches=[*before.batches, *after.batches] if before.batches and after.batches else [])
 
 
 def _again(run, folder, acts):
@@ -109,6 +110,12 @@ def check(run):
         if run.assigned:
             compared.append("never assigned")
             found["never assigned"] = _against_unassigned(run, ours(replace(run, assigned=()), folder / "plain"), mine)
+        if run.mesh and not run.changed:
+            is_refused = mine.error is not None and _may_be_refused(run, mine.error)
+            compared.append("refused" if is_refused else "one process")
+            options = tuple((name, value) for name, value in run.options if not name.startswith("pp_"))
+            alone = ours(replace(run, mesh=(), ranks=1, options=options), folder / "alone")
+            found["one process"] = None if is_refused else _against_one_process(run, alone, mine)
         if transformers_is_right(run):
             compared.append("transformers")
             theirs = reference(run, folder / "reference")
@@ -128,6 +135,7 @@ def _may_be_refused(run, error):
     may_be = any(HABITS[name].refusable for name in names) or (
         run.model == "linear" and "set_the_optimizer" in names and any(n.startswith("take_a_new_head") for n in names)
     )
+    may_be |= any(f"{name}_size" in str(error) for name, _ in run.mesh) or (run.mesh and "DTensor" in str(error))
     return may_be and isinstance(error, REFUSALS) and len(str(error)) > 60
 
 
@@ -162,6 +170,32 @@ def _against_reference(run, theirs, mine):
         or difference_of_events(theirs, mine)
         or difference_of_ends(theirs, mine, tolerance_of(run))
     )
+
+
+def _against_one_process(run, alone, mine):
+    if alone.error is not None or mine.error is not None:
+        if alone.error is not None and mine.error is not None:
+            return None
+        who, trace = ("it", mine) if alone.error is None else ("one process", alone)
+        return f"{who} alone ended with {_failed(trace)}"
+    return (
+        difference_of_logs(_without_loads(alone), _without_loads(mine), tolerance_of(run))
+        or difference_of_events(_without_batches(alone), _without_batches(mine))
+        or difference_of_ends(alone, mine, tolerance_of(run))
+    )
+
+
+def _without_batches(trace):
+    """Leave out what is told of each micro-batch, which replicas share out, and stages take in turn."""
+    return replace(
+        trace, events=[event for event in trace.events if event[0] not in ("substep_end", "prediction_step")]
+    )
+
+
+def _without_loads(trace):
+    """Leave out what experts alone measure, and operations, of which replicas make fewer on shorter rows."""
+    left_out = ("expert_load_max", "total_flos")
+    return replace(trace, logs=[{n: v for n, v in entry.items() if n not in left_out} for entry in trace.logs])
 
 
 def _against_uninterrupted(alone, resumed):

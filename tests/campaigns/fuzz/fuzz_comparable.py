@@ -8,7 +8,7 @@ def by_hand_knows(run):
     """Whether the loop by hand can make a run."""
     draws_while_loading = run.data == "noisy"
     chooses = run.best or run.patience
-    return not (draws_while_loading or chooses)
+    return not (draws_while_loading or chooses or run.options)
 
 
 def transformers_is_right(run):
@@ -66,6 +66,7 @@ REASONS = (
     lambda run: run.loader == "own_list",
     lambda run: any(not HABITS[name].reference for name, _ in run.habits),
     lambda run: run.ranks > 1,
+    lambda run: bool(run.options),
     lambda run: run.order == "random_computed",  # it has no such order
     lambda run: run.save != "no" and run.model == "mlp_tied",  # it cannot save it
     lambda run: run.model in LANGUAGE_MODELS and run.data == "epochs",

@@ -1,12 +1,14 @@
 """What a run is made of: a small set of choices, which one line of Python says."""
 
+import math
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 LANGUAGE_MODELS = ("gpt2", "llama")
-TAKES_COUNT = ("mlp_counted", "bert", *LANGUAGE_MODELS)  # their forward may be given num_items_in_batch
-USES_COUNT = ("mlp_counted", *LANGUAGE_MODELS)  # and divides by it
+ON_TOKENS = (*LANGUAGE_MODELS, "llama_even", "llama_even_tied", "moe")
+TAKES_COUNT = ("mlp_counted", "mlp_even", "bert", *ON_TOKENS)  # their forward may be given num_items_in_batch
+USES_COUNT = ("mlp_counted", "mlp_even", *ON_TOKENS)  # and divides by it
 OWN_LOADERS = ("own", "own_shuffled", "own_generator", "own_weighted", "own_batches", "own_list", "own_workers")
 OVERRIDES = ("override", "override_looked", "override_counted", "parts")
 
@@ -26,7 +28,10 @@ class Run:
         assigned: arguments with the values that they are built with; their own are assigned afterwards.
         way: how its loss is divided by the count, or uses it; empty for the plainest.
         twice: whether `train` is called once more.
-        ranks: processes; their batches together are `batch`.
+        ranks: processes; the batches of those with other samples are together `batch`.
+        mesh: directions in which processes compute a sample together, as in `parallelism_config`, and `shard` if those
+            with other samples hold shards.
+        options: further arguments, by name.
     """
 
     family: str = "plain"
@@ -79,6 +84,8 @@ class Run:
     assigned: tuple[tuple[str, Any], ...] = ()
     twice: bool = False
     ranks: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __repr__(self):
         changed = [
@@ -91,9 +98,14 @@ class Run:
     @property
     def kind(self):
         """What the samples are."""
-        if self.model in LANGUAGE_MODELS:
+        if self.model in ON_TOKENS:
             return "tokens"
         return {"linear": "numbers", "bert": "sentences"}.get(self.model, "classes")
+
+    @property
+    def replicas(self):
+        """Processes with other samples."""
+        return self.ranks // math.prod(size for name, size in self.mesh if name not in ("ep", "shard"))
 
     @property
     def is_stream(self):
@@ -115,7 +127,7 @@ class Run:
     @property
     def shifts(self):
         """Whether the first label of a row is nobody's target."""
-        return self.model in LANGUAGE_MODELS
+        return self.model in ON_TOKENS
 
     @property
     def batches_per_epoch(self):

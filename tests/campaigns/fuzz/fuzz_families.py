@@ -322,6 +322,99 @@ def _ranks(rng, run):
     return run
 
 
+MESHES = {
+    "llama_even": ({"tp": 2}, {"sp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "sp": 2}, {"tp": 2, "pp": 2}),
+    "llama_even_tied": ({"tp": 2}, {"cp": 2}, {"pp": 2}),
+    "moe": ({"ep": 2}, {"tp": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "sp": 2}, {"pp": 2}, {"pp": 2, "ep": 2}),
+    "mlp_even": ({"tp": 2},),
+}
+
+
+def _mesh(rng, model):
+    mesh = dict(rng.choice(MESHES[model]))
+    ranks = 2 if len(mesh) == 1 or mesh == {"ep": 2, "sp": 2} else 4
+    if ranks == 2 and rng.random() < 0.1:
+        ranks = 4
+    if ranks == 4 and "ep" not in mesh and rng.random() < 0.5:
+        mesh["shard"] = 1
+    return {"mesh": tuple(mesh.items()), "ranks": ranks}
+
+
+OPTIONS = {
+    "activation_checkpointing": [True, "reentrant"],
+    "auto_find_batch_size": [True],
+    "batch_eval_metrics": [True],
+    "count_flops": [True],
+    "dataloader_num_workers": [2],
+    "ema_decay": [0.9],
+    "eval_do_concat_batches": [False],
+    "eval_perplexity": [True],
+    "eval_use_gather_object": [True],
+    "full_determinism": [True],
+    "include_for_metrics": [["loss", "inputs"]],
+    "neftune_noise_alpha": [5.0],
+    "on_nonfinite": ["skip"],
+    "on_spike": ["rewind"],
+    "optim": ["adamw_8bit", "adalomo", "muon", "galore_adamw", "adagrad"],
+    "overfit_batches": [1],
+    "parameter_rules": [[{"params": "mlp", "learning_rate": 0.001}]],
+    "pp_schedule": ["gpipe", "interleaved"],
+    "prediction_loss_only": [True],
+    "remove_unused_columns": [False],
+    "save_async": [True],
+    "save_only_model": [True],
+    "step_compile": ["auto"],
+    "torch_compile": [True],
+    "torch_empty_cache_steps": [1],
+    "train_sampling_strategy": ["group_by_length"],
+    "use_cache": [True],
+}
+
+
+def _meshes(rng, run):
+    """Processes that compute a sample together, which make the run of one."""
+    kinds = (_updates, _evaluations, _optimizers, _schedules, _data, _options, _best, _habits, _twice, _arguments)
+    run = rng.choice((*kinds, _resumes, _resumes, _resumes, _resumes))(rng, run)
+    run = replace(run, model=rng.choice(["llama_even", *MESHES]), bf16=False, rate=0.01)
+    tokens = run.kind == "tokens"
+    run = replace(run, **_mesh(rng, run.model), ragged=tokens and rng.random() < 0.5)
+    run = replace(
+        run, data="torch" if run.data == "noisy" else run.data, tokens_seen=run.tokens_seen if tokens else "no"
+    )
+    if run.around == "predict":
+        run = replace(run, eval_sets=False)
+    if run.replicas > 1:
+        run = replace(run, batch=run.replicas * rng.randint(1, 3), drop_last=False, loader="trainer")
+        run = replace(run, ragged=run.ragged and _consistent(rng, run).divides)
+    if "pp" in dict(run.mesh):  # of which the first parameter is another on each stage
+        of_one_layer = ("drop_a_gradient", "freeze_a_layer")
+        run = replace(run, habits=tuple(found for found in run.habits if found[0] not in of_one_layer))
+    # Shards hold the gradients of micro-batches before the last elsewhere.
+    run = replace(run, habits=tuple(found for found in run.habits if found[0] != "drop_the_gradient_so_far"))
+    return _stopped_or_with_options(rng, replace(run, stops=(), max_steps=max(1, min(run.steps, 6))))
+
+
+def _stopped_or_with_options(rng, run):
+    is_stopped = run.save == "steps" and not run.best and not run.patience and rng.random() < 0.7
+    if is_stopped:
+        run = replace(run, stops=(("callback", rng.randint(1, 3), "on_step_end"),))
+    if run.habits:
+        return run
+    if is_stopped and rng.random() < 0.5:
+        other = rng.choice([{"mesh": (), "ranks": 1}, _mesh(rng, run.model)])
+        changed = (*other.items(), ("batch", 4))
+        return replace(run, changed=changed, max_steps=6, schedule="constant", loader="trainer", drop_last=False)
+    if run.kind == "tokens" and rng.random() < 0.6:
+        left_out = {"overfit_batches", "neftune_noise_alpha"} if run.replicas > 1 else set()  # they are by process
+        left_out |= {"pp_schedule"} if "pp" not in dict(run.mesh) else set()
+        names = rng.sample([name for name in OPTIONS if name not in left_out], rng.choice([1, 1, 2]))
+        options = {name: rng.choice(OPTIONS[name]) for name in names}
+        if options.get("activation_checkpointing") == "reentrant":
+            options |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+        run = replace(run, options=tuple(options.items()))
+    return run
+
+
 FAMILIES = {
     "plain": (lambda rng, run: run, 6),
     "updates": (_updates, 14),
@@ -342,5 +435,6 @@ FAMILIES = {
     "twice": (_twice, 4),
     "workers": (_workers, 0.4),
     "ranks": (_ranks, 0.4),
+    "meshes": (_meshes, 0.4),
 }
 """How each family draws, and how often it comes up."""

@@ -24,9 +24,10 @@ class Linear(nn.Module):
 class Mlp(nn.Module):
     """Two layers for classes, with what `middle` puts between them."""
 
-    def __init__(self, middle=None):
+    def __init__(self, middle=None, width=5):
         super().__init__()
-        self.first, self.middle, self.norm, self.last = nn.Linear(5, 5), middle, nn.LayerNorm(5), nn.Linear(5, 3)
+        self.first, self.middle, self.norm = nn.Linear(5, width), middle, nn.LayerNorm(width)
+        self.last = nn.Linear(width, 3)
 
     def logits(self, x):
         hidden = F.gelu(self.first(x))
@@ -111,6 +112,21 @@ def _llama():
     return transformers.LlamaForCausalLM(config)
 
 
+def _llama_even(**options):
+    sizes = {**_SMALL, "vocab_size": 18, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, intermediate_size=8, max_position_embeddings=16, pad_token_id=0, **options)
+    )
+
+
+def _moe():
+    sizes = {**_SMALL, "vocab_size": 18, "num_hidden_layers": 2, "head_dim": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**sizes, **experts, intermediate_size=8, max_position_embeddings=16, pad_token_id=0)
+    )
+
+
 def _gpt2():
     config = transformers.GPT2Config(
         vocab_size=17, n_positions=16, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -137,6 +153,10 @@ MODELS = {
     "gpt2": _gpt2,
     "llama": _llama,
     "bert": _bert,
+    "mlp_even": lambda: CountedMlp(width=6),
+    "llama_even": _llama_even,
+    "llama_even_tied": lambda: _llama_even(tie_word_embeddings=True),
+    "moe": _moe,
 }
 
 

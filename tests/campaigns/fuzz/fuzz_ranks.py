@@ -27,7 +27,7 @@ def train_in_ranks(run, folder, stop=None, resume=None):
 def _train(run, folder, stop, resume):
     settle()
     trace = train(OURS, run, folder, Acts(run, stop), resume, closes=True)
-    trace.batches, trace.events = [], []
+    trace.batches = []
     if trace.error is not None:
         trace.error = Stopped(str(trace.error)) if isinstance(trace.error, Stopped) else RuntimeError(repr(trace.error))
     return trace

@@ -44,7 +44,7 @@ OURS = _side("ours", tr_core, tr_log.PrinterCallback)
 
 def arguments_of(run: Run, folder):
     """Return the training arguments that a run says, common to both Trainers."""
-    batch = run.batch // run.ranks
+    batch = run.batch // run.replicas
     said = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -87,6 +87,12 @@ def arguments_of(run: Run, folder):
     }
     if run.optimizer in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"):
         said["optim"] = run.optimizer
+    if run.mesh:
+        said |= {"parallelism_config": {f"{name}_size": size for name, size in run.mesh if name != "shard"}}
+        said |= {"fsdp": "full_shard"} if "shard" in dict(run.mesh) else {}
+        if "tp" in dict(run.mesh) and run.model == "mlp_even":
+            said["tp_plan"] = {"first": "colwise_gather_output", "last": "rowwise_split_input"}
+    said |= dict(run.options)
     if run.patience or run.best or run.schedule == "reduce_lr_on_plateau":
         said |= {"metric_for_best_model": "loss", "greater_is_better": False}
     return said
@@ -182,6 +188,8 @@ def train(side: Side, run: Run, folder, habits, resume=None, closes=False):
         trace.take(trainer.state.log_history)
         trace.arguments = {**trainer.args.to_dict(), "output_dir": ""}
         trace.finish(trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        if run.mesh:
+            trace.weights = trainer.strategy.full_state_dict(trainer.model_wrapped)
         if closes:
             trainer.strategy.close()
         return trace

@@ -144,6 +144,7 @@ from tr_core.validation import (
     check_given_parts_fit,
     check_label_names,
     check_model,
+    check_one_data_set,
     check_options,
     check_output_dir,
     check_quantized,
@@ -374,7 +375,11 @@ class Trainer(TransformersAttributes):
                 self.whole = look_at(self.model)
                 self._names_of_whole = {name: p.requires_grad for name, p in self.model.named_parameters()}
                 self._decayed_of_whole = frozenset(self.get_decay_parameter_names(self.model))
+            names: dict[int, list[str]] = {}
+            for name, p in self.model.named_parameters(remove_duplicate=False):
+                names.setdefault(id(p), []).append(name)
             self.model_wrapped = self.strategy.prepare(self.model)
+            self.chosen.follow(self.optimizer, names, self.model)
             now = self._structure()
         self._prepared = now
         return self.model_wrapped
@@ -758,6 +763,7 @@ class Trainer(TransformersAttributes):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Build the loader of the data to predict."""
+        check_one_data_set(test_dataset, "test", "prediction")
         return self._get_dataloader(
             dataset=test_dataset, description="Prediction", batch_size=self.args.eval_batch_size
         )
@@ -1151,7 +1157,7 @@ class Trainer(TransformersAttributes):
         if self.scope.size > 1 and self.loss_is_scaled_for_ga is None and rule.divides_itself is None:
             options = {"num_items_in_batch": num_items} if self._loss_takes_count else {}
             rollback = loss_look.rollback_of(self, self.model_wrapped)  # the step computes it again
-            with torch.no_grad(), self.scope.separate_window(self.strategy.data):
+            with loss_look.without_gradients(), self.scope.separate_window(self.strategy.data):
                 loss_look.first_loss(self, self.model_wrapped, inputs, options)
             rollback.restore()
         return inputs

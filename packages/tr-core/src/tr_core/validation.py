@@ -159,11 +159,7 @@ def check_data(
         )
     if train_dataset is None or overrides("get_train_dataloader"):
         return
-    if isinstance(train_dataset, dict):
-        raise TypeError(
-            f"train_dataset is a dict of {sorted(map(str, train_dataset))}; training takes one data set: pass one of "
-            f"them, as in train_dataset=data['train'], or {_ROWS}"
-        )
+    check_one_data_set(train_dataset, "train", "training")
     if not has_length(train_dataset) and args.max_steps <= 0:
         raise ValueError(
             f"train_dataset ({type(train_dataset).__name__}) has no length and max_steps={args.max_steps}; set "
@@ -171,8 +167,25 @@ def check_data(
         )
 
 
+def check_one_data_set(dataset: Any, name: str, user: str) -> None:
+    """Raise unless what `user` takes, such as training, is one data set; `name` is that of a split."""
+    if dataset is None:
+        raise TypeError(f"{name}_dataset is None, and {user} takes a data set")
+    if isinstance(dataset, dict):
+        raise TypeError(
+            f"{name}_dataset is a dict of {sorted(map(str, dataset))}; {user} takes one data set: pass one of them, as "
+            f"in {name}_dataset=data['{name}'], or {_ROWS}"
+        )
+
+
 def check_options(args: TrainingArguments, strategy: Strategy) -> None:
     """Raise for options that do not suit the device, the number of processes, or one another."""
+    casts = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
+    if casts and strategy.forward_is_collective:
+        raise ValueError(
+            f"{casts[0]} casts whole weights, and {type(strategy).__name__} divides them over processes; leave it out, "
+            "and compute in bf16=True, or evaluate the saved model in one process"
+        )
     check_conditions(args, strategy.device)
     check_accelerator_config(args, strategy.world_size)
     check_batch_size_search(args)

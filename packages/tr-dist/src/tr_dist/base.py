@@ -322,7 +322,8 @@ def check_whole(model: nn.Module, adopts: Sequence[int] = ()) -> None:
             f"parameters of {type(model).__name__} are divided over the processes {ranks[others[0]]} already "
             f"({some_of(others)}), as by from_pretrained(tp_plan='auto') or fully_shard; tp_size takes over what "
             "transformers divided over its processes alone, beside replicas and shards ("
-            f"parallelism_config='tp={len(ranks[others[0]])}'), or give the model whole, and tp_size or fsdp divides it"
+            f"parallelism_config='tp={len(ranks[others[0]])}'), or give the model whole, and tp_size or fsdp divides "
+            "it. Parts of a model are replaced before the Trainer's first train, evaluate or predict, which divides it"
         )
 
 

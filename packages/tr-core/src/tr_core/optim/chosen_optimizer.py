@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +124,36 @@ class ChosenOptimizer:
         if built is not None and built.part is schedule and built.arguments != _values(args, _SCHEDULE_ARGUMENTS):
             return optimizer, None
         return optimizer, schedule
+
+    def follow(self, optimizer: Any, names: Mapping[int, list[str]], model: nn.Module) -> None:
+        """Have an optimizer train the parameters that a strategy put in the place of those that it was built with.
+
+        Args:
+            optimizer: None if there is none yet.
+            names: of the model's parameters before, by their ids; those that are tied have several.
+            model: prepared; parameters that it has no more, as those of other stages, are left out.
+
+        Raises:
+            ValueError: the optimizer has state of parameters that were replaced.
+        """
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        now = {old: [by_name[name] for name in of_old if name in by_name][:1] for old, of_old in names.items()}
+        groups: Groups = getattr(optimizer, "param_groups", [])
+        replaced = [p for group in groups for p in group["params"] if not any(p is new for new in now.get(id(p), [p]))]
+        if not replaced:
+            return
+        if any(optimizer.state.get(p) for p in replaced):
+            raise ValueError(
+                f"{type(optimizer).__name__} has state of parameters that were replaced as the model was divided over "
+                "processes; give an optimizer that has made no step, and resume from a checkpoint to go on with state"
+            )
+        self.before_schedule(optimizer)
+        for group in groups:
+            group["params"] = [new for p in group["params"] for new in now.get(id(p), [p])]
+        built = self._built.get("optimizer")
+        if built is not None and built.part is optimizer:
+            built.left_out = frozenset(id(new) for old in built.left_out for new in now[old])
+            built.groups = _read_groups(optimizer)
 
     def begin(self, optimizer: Any, schedule: Any) -> None:
         """Record the optimizer and the schedule of a run."""

@@ -25,10 +25,12 @@ class Direction:
         name: of the direction, as in `parallelism_config`: `tp` for `tp_size`.
         size: number of processes.
         replicas_a_copy: number of replicas that hold the model once, together.
+        computes: what a process computes of a sample, for errors.
     """
 
     name: str
     size: int
+    computes: str
     replicas_a_copy = 1
 
     def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:

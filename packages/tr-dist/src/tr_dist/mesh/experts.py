@@ -31,6 +31,7 @@ class Experts(Direction):
     """
 
     name = "ep"
+    computes = "its own experts"
 
     def __init__(self, size: int, plan: Mapping[str, str] | None = None) -> None:
         self.size, self._plan = size, plan
@@ -165,7 +166,7 @@ def _on_all_tokens(
     hidden, numbers, weights = given
     own = hidden.shape[0]
     most = tokens.most(name, own)
-    if module.training and tokens.brought > 1:
+    if module.training and torch.is_grad_enabled() and tokens.brought > 1:  # not where a loss is looked at
         tokens.count(name, numbers, number)
     hidden, weights = tokens.bring(_padded(hidden, most)), tokens.bring(_padded(weights, most))
     numbers = tokens.bring(_padded(numbers, most, -1))

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tr_dist.mesh.data_ranks import DataRanks
 from tr_dist.mesh.direction import Direction, as_in_evaluation
@@ -52,6 +52,7 @@ class Pipeline(Direction):
     """
 
     name = "pp"
+    computes = "its own layers"
     stages: Stages
     row: DataRanks
 
@@ -228,19 +229,20 @@ class Pipeline(Direction):
 
     def _from_last(self, outputs: Any) -> Any:
         """Return the outputs of the process that has the last stage, on every process of the row."""
-        of_last, described = list[Any](), None
-        if self.is_last:
-            of_last, tree = tree_flatten(outputs)
-            kept = (int, float, str, bool)  # no caches of keys and values
-            forms = [_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in of_last]
-            described = (tree, [form if isinstance(form, (torch.Tensor, *kept)) else None for form in forms])
-        tree, found = self.row.gather_objects(described)[-1]
-        for number, leaf in enumerate(found):
+        own = iter([leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)])
+
+        def described(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                own = of_last[number].contiguous() if self.is_last else torch.empty_like(leaf, device=self._device)
-                dist.broadcast(own, self.ranks[-1], group=self.row.group)
-                found[number] = own
-        return tree_unflatten(found, tree)
+                return _form(leaf)
+            return leaf if isinstance(leaf, int | float | str | bool) else None  # no caches of keys and values
+
+        def from_last(form: torch.Tensor) -> torch.Tensor:
+            value = next(own).contiguous() if self.is_last else torch.empty_like(form, device=self._device)
+            dist.broadcast(value, self.ranks[-1], group=self.row.group)
+            return value
+
+        forms = self.row.gather_objects(tree_map(described, outputs) if self.is_last else None)[-1]
+        return tree_map_only(torch.Tensor, from_last, forms)
 
     def _known_to_all(self, losses: list[torch.Tensor], number: int) -> list[torch.Tensor]:
         """Return the losses of the step, on every process of the row. One exchange; nothing is read."""

@@ -92,6 +92,7 @@ class Sequences(Direction):
     """
 
     name = "sp"
+    computes = "its own piece of each sequence, and in attention its own heads"
     shares_heads = True
     division: Division  # of the batch that is computed
 
@@ -383,6 +384,7 @@ class Context(Sequences):
     """
 
     name = "cp"
+    computes = "its own piece of each sequence"
     shares_heads = False
 
     @property

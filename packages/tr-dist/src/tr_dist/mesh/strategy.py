@@ -106,6 +106,21 @@ class Mesh(FSDP):
         """Return this process among those that compute other samples."""
         return self._data
 
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Surround a forward pass and its loss; a note to an error of torch says what is computed in parts."""
+        with super().autocast():
+            try:
+                yield
+            except (RuntimeError, TypeError) as error:
+                if type(error) in (RuntimeError, TypeError) and not hasattr(error, "__notes__"):
+                    parts = "; ".join(f"{each.name}_size={each.size}: {each.computes}" for each in self._directions)
+                    error.add_note(
+                        f"a process computes a part of each sample ({parts}), and a module that counts on all of it "
+                        "fails so; leave it out of the plan (tp_plan, ep_plan), or choose another direction"
+                    )
+                raise
+
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients of a scalar loss."""
         with ExitStack() as around:

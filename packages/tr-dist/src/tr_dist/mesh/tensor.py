@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -140,6 +141,7 @@ class Tensor(Direction):
     """
 
     name = "tp"
+    computes = "its own heads and features between 'colwise' and 'rowwise' modules"
 
     def __init__(self, size: int, plan: Mapping[str, str] | None = None, *, shares_experts: bool = False) -> None:
         self.size, self._plan, self._shares_experts = size, plan, shares_experts
@@ -166,6 +168,7 @@ class Tensor(Direction):
         self._has_parts = not {"colwise_loss_parallel", _ON_PIECES}.isdisjoint(styles.values())
         take_over(model, mesh["tp"])
         divide(model, styles, mesh["tp"])
+        model.register_forward_hook(without_views)
         divided = [
             module
             for name, module in model.named_modules()
@@ -306,9 +309,9 @@ def check_parts(model: nn.Module, styles: Mapping[str, str]) -> None:
                     f"({styles.get(name, 'no style')}); leave tp_plan out, or load the model whole"
                 )
         forward = vars(module).get("forward")
-        if getattr(module, "_is_hooked", False) and forward and not _is_of_transformers(forward):
+        if getattr(module, "_is_hooked", False) and forward and not _surrounds_own_class(forward, module):
             raise ValueError(
-                f"the forward of {name} was replaced after transformers had divided it; replace it after the "
+                f"the forward of {name} was replaced before or after transformers divided it; replace it after the "
                 "Trainer is made, or load the model whole"
             )
 
@@ -329,9 +332,12 @@ def take_over(model: nn.Module, mesh: DeviceMesh) -> None:
     vars(getattr(model, "config", model)).pop("distributed_config", None)  # or save_pretrained waits for all processes
 
 
-def _is_of_transformers(forward: Any) -> bool:
-    """Whether a function is defined in transformers, also if it says otherwise of itself, as wrappers do."""
-    return getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] == "transformers"
+def _surrounds_own_class(forward: Any, module: nn.Module) -> bool:
+    """Whether a function is that of transformers, around the forward of the module's class; if unknown, it is not."""
+    if getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0] != "transformers":
+        return False  # also of a wrapper, whatever it says of itself
+    inner = inspect.getclosurevars(forward).nonlocals.get("original_forward")
+    return getattr(inner, "__func__", None) is type(module).forward
 
 
 def _of_text(config: Any) -> int:
@@ -358,9 +364,17 @@ def divide(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> Non
         layouts = {str(getattr(parameter, "placements", "whole")) for parameter in held}
         if len(layouts) > 1:
             names = " and ".join(f"{module}.{name}" for module, name in places)
-            raise ValueError(f"tp_plan: {names} are one parameter, and are divided as {' and '.join(sorted(layouts))}")
+            raise ValueError(
+                f"tp_plan: {names} are one parameter, and are divided as {' and '.join(sorted(layouts))}; give each or "
+                "none a style that divides it so, as 'embedding_rowwise' and 'colwise_gather_output'"
+            )
         for module, name in places:
             modules[module]._parameters[name] = held[0]
+
+
+def without_views(model: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return outputs that a loss may change in place: the part of a divided tensor that a style returns is a view."""
+    return tree_map_only(torch.Tensor, lambda v: v.clone() if v.requires_grad and v._base is not None else v, output)
 
 
 def share_inputs(modules: Iterable[nn.Module], mesh: DeviceMesh) -> list[Any]:

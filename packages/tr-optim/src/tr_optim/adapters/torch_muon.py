@@ -135,7 +135,7 @@ def hidden_matrices(model: nn.Module, names: str | Sequence[str] | None) -> Targ
     ends: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if (get_output := getattr(model, "get_output_embeddings", None)) is not None:
         ends += filter(None, [get_output()])
-    excluded = {id(module.weight) for module in ends}
+    excluded = {id(getattr(module, "weight", None)) for module in ends}  # stages have some elsewhere
     kept = {path: p for path, p in found.parameters.items() if p.dim() == 2 and id(p) not in excluded}
     if not kept:
         raise ValueError(
