@@ -38,7 +38,8 @@ def draw(seed, number, family=None):
 
 def _any_run(rng):
     """Draw what every run has: model, data, length, updates, and what is logged."""
-    model = rng.choice([*MODELS, "linear", "mlp", "mlp_counted", "mlp_masks"])
+    of_one_process = [name for name in MODELS if name not in MESHES]
+    model = rng.choice([*of_one_process, "linear", "mlp", "mlp_counted", "mlp_masks"])
     run = Run(
         seed=rng.randint(0, 99),
         data_seed=rng.choice([None, None, None, 9]),
@@ -403,7 +404,8 @@ def _stopped_or_with_options(rng, run):
     if is_stopped and rng.random() < 0.5:
         other = rng.choice([{"mesh": (), "ranks": 1}, _mesh(rng, run.model)])
         changed = (*other.items(), ("batch", 4))
-        return replace(run, changed=changed, max_steps=6, schedule="constant", loader="trainer", drop_last=False)
+        plain = {"schedule": "constant", "loader": "trainer", "drop_last": False}
+        return replace(run, changed=changed, max_steps=6, save_steps=1, **plain)
     if run.kind == "tokens" and rng.random() < 0.6:
         left_out = {"overfit_batches", "neftune_noise_alpha"} if run.replicas > 1 else set()  # they are by process
         left_out |= {"pp_schedule"} if "pp" not in dict(run.mesh) else set()
