@@ -15,12 +15,12 @@ TWO = {
 }
 
 
-def build(folder, options, optimizers=(None, None), model=None):
+def build(folder, options, optimizers=(None, None), model=None, kind=Trainer):
     args = TrainingArguments(
         folder, max_steps=4, learning_rate=1e-2, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
         label_names=["labels"], log_level="error", weight_decay=0.1, save_strategy="no", **options,
     )  # fmt: skip
-    return Trainer(model or llama(tie_word_embeddings=True), args, train_dataset=rows(16), optimizers=optimizers)
+    return kind(model or llama(tie_word_embeddings=True), args, train_dataset=rows(16), optimizers=optimizers)
 
 
 def optimizer_of(model):
@@ -30,24 +30,33 @@ def optimizer_of(model):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
+class Builds(Trainer):
+    """Builds the optimizer itself, of the model as it is."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer, _ = optimizer_of(self.model)
+        return self.optimizer
+
+
 def train(folder, options, way):
     """Run in every rank; returns losses and norms, and the whole weights on rank 0."""
+    model = llama(tie_word_embeddings=True)
     if way == "given":
-        model = llama(tie_word_embeddings=True)
-        trainer = build(folder, options, given := optimizer_of(model), model)
-    else:  # built by the Trainer, and changed by the user, before it is divided
-        trainer = build(folder, options)
-        given = [trainer.create_optimizer(), None]
-        given[0].param_groups[1]["lr"] = 0.1
+        trainer = build(folder, options, optimizer_of(model), model)
+    else:
+        trainer = build(folder, options, model=model, kind=Builds)
+        trainer.create_optimizer().param_groups[1]["lr"] = 0.05
+    given = trainer.optimizer
     trainer.train()
-    assert trainer.optimizer is given[0]
+    assert trainer.optimizer is given
     history = [{k: entry[k] for k in ("loss", "grad_norm")} for entry in trainer.state.log_history if "loss" in entry]
     weights = {k: v.clone() for k, v in trainer.strategy.full_state_dict(trainer.model_wrapped).items()}
     trainer.strategy.close()
     return history, weights
 
 
-@pytest.mark.parametrize("way", ["given", "built and changed"])
+@pytest.mark.parametrize("way", ["given", "built by an override, and changed"])
 @pytest.mark.parametrize("name", ["shards", pytest.param("tp", marks=pytest.mark.slow), "pp"])
 def test_an_optimizer_of_before_trains_a_divided_model(name, way, tmp_path):
     alone = train(str(tmp_path / "alone"), {"per_device_train_batch_size": 4}, way)
@@ -63,11 +72,17 @@ def refused(folder):
     optimizer, schedule = optimizer_of(model)
     model(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
     optimizer.step()
-    with pytest.raises(ValueError, match=r"AdamW has state of parameters that were replaced .* has made no step"):
+    with pytest.raises(
+        ValueError, match=r"AdamW has state of parameters, and these cannot be followed .* has made no step"
+    ):
         build(folder, TWO["shards"], (optimizer, schedule), model).train()
     with pytest.raises(ValueError, match=r"bf16_full_eval casts whole weights, and FSDP divides them over processes"):
         build(folder, {**TWO["shards"], "bf16_full_eval": True})
     trainer = build(folder, TWO["shards"])
+    trainer.args.bf16_full_eval = True
+    with pytest.raises(ValueError, match=r"bf16_full_eval casts whole weights"):
+        trainer.evaluate(rows(2))
+    trainer.args.bf16_full_eval = False
     trainer.prepare()
     trainer.model.lm_head = torch.nn.Linear(16, 24, bias=False)
     with pytest.raises(

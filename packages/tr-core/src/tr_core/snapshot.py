@@ -157,10 +157,8 @@ def _copied(value: Any) -> Any:
 def _given_back(value: Any, meshes: dict[_Place, Any]) -> Any:
     if not isinstance(value, _Shard):
         return _copied(value)  # it stays held: a load may keep what it is given
-    if not value.place.coordinate:
-        return (
-            value.local
-        )  # of ranks that this one is not among, as of another stage: it holds nothing, and loads nothing
+    if not value.place.coordinate:  # of ranks that this one is not among, as of another stage: it holds nothing
+        return value.local
     if value.place not in meshes:
         raise ValueError(
             f"the snapshot holds the shard of {value.place}, and the run has {list(meshes) or 'no mesh'}: a shard goes "

@@ -138,6 +138,7 @@ from tr_core.training import (
 )
 from tr_core.validation import (
     check_args,
+    check_casts,
     check_data,
     check_evaluation,
     check_given_optimizers,
@@ -379,7 +380,8 @@ class Trainer(TransformersAttributes):
             for name, p in self.model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(p), []).append(name)
             self.model_wrapped = self.strategy.prepare(self.model)
-            self.chosen.follow(self.optimizer, names, self.model)
+            lacks_some = self.strategy.schedules_micro_batches
+            self.chosen.follow(self.optimizer, names, self.model, lacks_some=lacks_some)
             now = self._structure()
         self._prepared = now
         return self.model_wrapped
@@ -399,6 +401,7 @@ class Trainer(TransformersAttributes):
     def _settle_arguments(self, args: TrainingArguments) -> None:
         refuse_unsupported(args)
         check_as_built(args, self._built_with)
+        check_casts(args, self.strategy)
         self._settled_assignments = args.num_assignments
 
     def _set_model(self, model: nn.Module) -> None:

@@ -178,14 +178,19 @@ def check_one_data_set(dataset: Any, name: str, user: str) -> None:
         )
 
 
-def check_options(args: TrainingArguments, strategy: Strategy) -> None:
-    """Raise for options that do not suit the device, the number of processes, or one another."""
+def check_casts(args: TrainingArguments, strategy: Strategy) -> None:
+    """Raise if whole weights are to be cast for evaluations, and no process holds them."""
     casts = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
     if casts and strategy.forward_is_collective:
         raise ValueError(
             f"{casts[0]} casts whole weights, and {type(strategy).__name__} divides them over processes; leave it out, "
             "and compute in bf16=True, or evaluate the saved model in one process"
         )
+
+
+def check_options(args: TrainingArguments, strategy: Strategy) -> None:
+    """Raise for options that do not suit the device, the number of processes, or one another."""
+    check_casts(args, strategy)
     check_conditions(args, strategy.device)
     check_accelerator_config(args, strategy.world_size)
     check_batch_size_search(args)

@@ -125,35 +125,39 @@ class ChosenOptimizer:
             return optimizer, None
         return optimizer, schedule
 
-    def follow(self, optimizer: Any, names: Mapping[int, list[str]], model: nn.Module) -> None:
+    def follow(
+        self, optimizer: Any, names: Mapping[int, list[str]], model: nn.Module, *, lacks_some: bool = False
+    ) -> None:
         """Have an optimizer train the parameters that a strategy put in the place of those that it was built with.
 
         Args:
             optimizer: None if there is none yet.
             names: of the model's parameters before, by their ids; those that are tied have several.
-            model: prepared; parameters that it has no more, as those of other stages, are left out.
+            model: prepared.
+            lacks_some: whether the model has given parameters up, as those of other stages; they are left out.
 
         Raises:
-            ValueError: the optimizer has state of parameters that were replaced.
+            ValueError: the optimizer has state of parameters that were replaced, or they are not found by their names.
         """
         by_name = dict(model.named_parameters(remove_duplicate=False))
-        now = {old: [by_name[name] for name in of_old if name in by_name][:1] for old, of_old in names.items()}
+        held = {id(p) for p in by_name.values()}
         groups: Groups = getattr(optimizer, "param_groups", [])
-        replaced = [p for group in groups for p in group["params"] if not any(p is new for new in now.get(id(p), [p]))]
-        if not replaced:
-            return
-        if any(optimizer.state.get(p) for p in replaced):
+        replaced = {
+            p: [by_name[name] for name in names[id(p)] if name in by_name][:1]
+            for group in groups
+            for p in group["params"]
+            if id(p) in names and id(p) not in held
+        }
+        lost = [names[id(p)][0] for p, new in replaced.items() if not new and not lacks_some]
+        if lost or any(optimizer.state.get(p) for p in replaced):
+            what = f"has {lost[0]}, which" if lost else "has state of parameters, and these"
             raise ValueError(
-                f"{type(optimizer).__name__} has state of parameters that were replaced as the model was divided over "
-                "processes; give an optimizer that has made no step, and resume from a checkpoint to go on with state"
+                f"{type(optimizer).__name__} {what} cannot be followed as the model is divided over processes; give an "
+                "optimizer that has made no step (a checkpoint goes on with its state), or pass "
+                "optimizer_cls_and_kwargs, and it is built afterwards"
             )
-        self.before_schedule(optimizer)
-        for group in groups:
-            group["params"] = [new for p in group["params"] for new in now.get(id(p), [p])]
-        built = self._built.get("optimizer")
-        if built is not None and built.part is optimizer:
-            built.left_out = frozenset(id(new) for old in built.left_out for new in now[old])
-            built.groups = _read_groups(optimizer)
+        for group in groups if replaced else ():
+            group["params"] = [new for p in group["params"] for new in replaced.get(p, [p])]
 
     def begin(self, optimizer: Any, schedule: Any) -> None:
         """Record the optimizer and the schedule of a run."""

@@ -116,8 +116,8 @@ class Mesh(FSDP):
                 if type(error) in (RuntimeError, TypeError) and not hasattr(error, "__notes__"):
                     parts = "; ".join(f"{each.name}_size={each.size}: {each.computes}" for each in self._directions)
                     error.add_note(
-                        f"a process computes a part of each sample ({parts}), and a module that counts on all of it "
-                        "fails so; leave it out of the plan (tp_plan, ep_plan), or choose another direction"
+                        f"a process computes a part of each sample ({parts}); if a module counts on all of it, leave "
+                        "it out of the plan (tp_plan, ep_plan), or choose another direction"
                     )
                 raise
 
