@@ -72,9 +72,7 @@ def refused(folder):
     optimizer, schedule = optimizer_of(model)
     model(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
     optimizer.step()
-    with pytest.raises(
-        ValueError, match=r"AdamW has state of parameters, and these cannot be followed .* has made no step"
-    ):
+    with pytest.raises(ValueError, match=r"AdamW cannot follow parameters that it has state of.* has made no step"):
         build(folder, TWO["shards"], (optimizer, schedule), model).train()
     with pytest.raises(ValueError, match=r"bf16_full_eval casts whole weights, and FSDP divides them over processes"):
         build(folder, {**TWO["shards"], "bf16_full_eval": True})

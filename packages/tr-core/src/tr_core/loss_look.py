@@ -6,8 +6,8 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +58,6 @@ def first_loss(methods: TrainerMethods, model: nn.Module, inputs: Any, options: 
         rule.divides_itself = False
     with methods.loss_context():
         return methods.compute_loss(model, inputs, **options)
-
-
-@contextmanager
-def without_gradients() -> Iterator[None]:
-    """Return a block without gradients, of which checkpointing gives no warning."""
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
-        yield
 
 
 def rollback_of(methods: TrainerMethods, model: nn.Module) -> Rollback:
@@ -183,7 +176,8 @@ def _losses(
     # What was compiled runs as written: it would be compiled for one call.
     stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with without_gradients(), without_own_hooks(model), stance:
+        # Checkpointing warns where there are no gradients.
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), without_own_hooks(model), stance:
             return in_turn()
     except Exception as error:
         # It may need gradients, a hook, or the memory that compiled code saves.

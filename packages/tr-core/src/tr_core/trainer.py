@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -380,8 +381,7 @@ class Trainer(TransformersAttributes):
             for name, p in self.model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(p), []).append(name)
             self.model_wrapped = self.strategy.prepare(self.model)
-            lacks_some = self.strategy.schedules_micro_batches
-            self.chosen.follow(self.optimizer, names, self.model, lacks_some=lacks_some)
+            self.chosen.follow(self.optimizer, names, self.model, is_part=self.strategy.schedules_micro_batches)
             now = self._structure()
         self._prepared = now
         return self.model_wrapped
@@ -1160,7 +1160,8 @@ class Trainer(TransformersAttributes):
         if self.scope.size > 1 and self.loss_is_scaled_for_ga is None and rule.divides_itself is None:
             options = {"num_items_in_batch": num_items} if self._loss_takes_count else {}
             rollback = loss_look.rollback_of(self, self.model_wrapped)  # the step computes it again
-            with loss_look.without_gradients(), self.scope.separate_window(self.strategy.data):
+            quiet = warnings.catch_warnings(action="ignore")  # checkpointing warns where there are no gradients
+            with quiet, torch.no_grad(), self.scope.separate_window(self.strategy.data):
                 loss_look.first_loss(self, self.model_wrapped, inputs, options)
             rollback.restore()
         return inputs

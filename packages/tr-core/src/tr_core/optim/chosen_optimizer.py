@@ -125,16 +125,14 @@ class ChosenOptimizer:
             return optimizer, None
         return optimizer, schedule
 
-    def follow(
-        self, optimizer: Any, names: Mapping[int, list[str]], model: nn.Module, *, lacks_some: bool = False
-    ) -> None:
+    def follow(self, optimizer: Any, names: Mapping[int, list[str]], model: nn.Module, *, is_part: bool) -> None:
         """Have an optimizer train the parameters that a strategy put in the place of those that it was built with.
 
         Args:
             optimizer: None if there is none yet.
             names: of the model's parameters before, by their ids; those that are tied have several.
             model: prepared.
-            lacks_some: whether the model has given parameters up, as those of other stages; they are left out.
+            is_part: whether the model has given parameters up, as those of other stages; they are left out.
 
         Raises:
             ValueError: the optimizer has state of parameters that were replaced, or they are not found by their names.
@@ -148,13 +146,12 @@ class ChosenOptimizer:
             for p in group["params"]
             if id(p) in names and id(p) not in held
         }
-        lost = [names[id(p)][0] for p, new in replaced.items() if not new and not lacks_some]
+        lost = [names[id(p)][0] for p, new in replaced.items() if not new and not is_part]
         if lost or any(optimizer.state.get(p) for p in replaced):
-            what = f"has {lost[0]}, which" if lost else "has state of parameters, and these"
+            what = lost[0] if lost else "parameters that it has state of"
             raise ValueError(
-                f"{type(optimizer).__name__} {what} cannot be followed as the model is divided over processes; give an "
-                "optimizer that has made no step (a checkpoint goes on with its state), or pass "
-                "optimizer_cls_and_kwargs, and it is built afterwards"
+                f"{type(optimizer).__name__} cannot follow {what}, as the model is divided over processes; give one "
+                "that has made no step, and resume to have its state, or set optimizer_cls_and_kwargs: it is built then"
             )
         for group in groups if replaced else ():
             group["params"] = [new for p in group["params"] for new in replaced.get(p, [p])]
