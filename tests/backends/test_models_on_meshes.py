@@ -17,8 +17,8 @@ SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 FORMS = {form: {"parallelism_config": f"{form}=2", **SIZES} for form in ("tp", "sp", "cp", "pp")}
 FORMS["ep"] = {"parallelism_config": "ep=2", **SIZES, "per_device_train_batch_size": 1}
 ROUNDED = 1e-4  # models of float64 compute some of it in float32
+FEW_WORDS = {"LongcatFlashForCausalLM"}  # an expert without a word in one of two pieces has no gradient there
 OTHERWISE = {
-    "LongcatFlashForCausalLM": ("sp", "cp"),  # an expert without a word in one of two pieces has no gradient there
     "PhimoeForCausalLM": ("sp", "cp", "ep"),  # it checks its mask's shape itself, and draws its routes
 }
 
@@ -61,6 +61,8 @@ def train(folder, name, options, dtype):
         folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, log_level="error", max_steps=2,
         optim="sgd", learning_rate=0.05, logging_steps=1, label_names=["labels"], **options,
     )  # fmt: skip
+    if name in FEW_WORDS and "parallelism_config" in options:
+        args.ddp_find_unused_parameters = True
     trainer = Trainer(model_of(name, dtype), args, train_dataset=rows(), eval_dataset=rows()[:3])
     trainer.remove_callback(PrinterCallback)
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tr_core import Trainer, TrainingArguments
+from tr_core import Seq2SeqTrainingArguments, Trainer
 from tr_dist.fake_ranks import fake_rank
 
 pytestmark = [pytest.mark.column("mesh"), pytest.mark.row("refused")]
@@ -94,6 +94,11 @@ WRONG = {
     ),
     "noise of parts": (2, {SIZES: "tp=2", "neftune_noise_alpha": 5.0}, "neftune_noise_alpha is not done with tp_size"),
     "noise of pieces": (2, {SIZES: "sp=2", "neftune_noise_alpha": 5.0}, "neftune_noise_alpha is not done with sp_size"),
+    "tokens of pieces": (
+        2,
+        {SIZES: "sp=2", "predict_with_generate": True},
+        "predict_with_generate is not done with sp_",
+    ),
     "an average of stages": (2, {SIZES: "pp=2", "ema_decay": 0.9}, "ema_decay is not done with pp_size; leave it out"),
     "a stage of no layer": (2, {SIZES: "pp=2", "pp_split": ["layers.7"]}, "pp_split names layers.7"),
     "a mistyped name": (2, {SIZES: "tpp=2"}, "unknown key tpp_size; did you mean tp_size?"),
@@ -108,7 +113,7 @@ WRONG = {
 
 
 def build(folder, options):
-    args = TrainingArguments(folder, use_cpu=True, report_to="none", **options)
+    args = Seq2SeqTrainingArguments(folder, use_cpu=True, report_to="none", **options)
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "hidden_size": 32, "intermediate_size": 64}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=22, num_hidden_layers=1, **heads))
     Trainer(model, args, train_dataset=[{"input_ids": torch.arange(4)}])

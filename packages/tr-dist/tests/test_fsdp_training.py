@@ -191,24 +191,34 @@ class Branching(nn.Module):
         return self.other(self.one(x)) if both else self.one(x)
 
 
-def train_a_part(finds_unused):
-    with FSDP(find_unused_parameters=finds_unused, use_cpu=True) as strategy:
+def train_a_part(finds_unused, ranks=(), form="full_shard", frozen=False):
+    with FSDP(Sharding(strategy=form), find_unused_parameters=finds_unused, use_cpu=True) as strategy:
         model = strategy.prepare(Branching())
+        model.other.requires_grad_(not frozen)
         with strategy.accumulate(model, sync=True):
-            strategy.backward(model(torch.ones(2, 3), both=False).sum())
-        return model.other.weight.grad.full_tensor()
+            strategy.backward(model(torch.ones(2, 3), both=strategy.rank in ranks).sum())
+        return None if frozen else model.other.weight.grad.full_tensor()
 
 
-def test_a_parameter_without_a_gradient_is_an_error_that_names_it():
-    with pytest.raises(
-        RuntimeError, match=r"2 trainable parameters got no gradient .*other\.weight, other\.bias; call"
-    ):
-        run_ranks(train_a_part, 2, False)
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="needs a newer torch")
+@pytest.mark.parametrize("form", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("ranks", [(), (0,), (1,)])
+def test_a_parameter_without_a_gradient_on_a_rank_is_an_error_before_ranks_exchange(form, ranks):
+    message = (
+        r"parameters of a Branching got no gradient on this rank: \d+ of \d+ numbers, among .*other\.weight, .* call"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(train_a_part, 2, False, ranks, form)
+
+
+def test_parameters_that_are_frozen_after_they_were_divided_need_no_gradient():
+    run_ranks(train_a_part, 2, False, (), "full_shard", True)
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="needs a newer torch")
 def test_a_parameter_without_a_gradient_may_be_allowed():
     assert not run_ranks(train_a_part, 2, True)[0].any()
+    assert run_ranks(train_a_part, 2, True, (1,))[0].any()
 
 
 def accumulate_something_else():

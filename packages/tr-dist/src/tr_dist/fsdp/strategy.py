@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
@@ -31,6 +32,12 @@ from tr_dist.sharded_model import (
     full_state_dict,
     synced_generation,
     values_of,
+)
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its old name
+_WITHOUT_GRADIENT = (
+    "call backward(loss) inside accumulate(model, sync=True), use them in the loss, freeze them with "
+    "requires_grad_(False), or set find_unused_parameters (ddp_find_unused_parameters)"
 )
 
 
@@ -152,7 +159,7 @@ class FSDP(OnRanks):
         held -= {id(module) for outer, _ in apart for module in outer.modules()}
         units = [unit for unit in units if id(unit) in held]
         for module, mesh in (*apart, *((module, self.mesh) for module in (*units, model))):
-            fully_shard(module, mesh=mesh, **options)
+            self._shard(module, mesh, options)
             if not sharding.reshards_after_forward:
                 module.register_forward_hook(free_gathered)
         if sharding.rank0_loads:
@@ -168,6 +175,19 @@ class FSDP(OnRanks):
             cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
         self._check_divided(model)
         return model
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+        """Make a module a unit, whose gradients are exchanged if all are there."""
+        sharded = {id(p) for inner in module.modules() if isinstance(inner, FSDPModule) for p in inner.parameters()}
+        shapes = {
+            name: (p.to_local() if isinstance(p, DTensor) else p).shape
+            for name, p in module.named_parameters()
+            if id(p) not in sharded
+        }
+        fully_shard(module, mesh=mesh, **options)
+        if shapes and not self._finds_unused and hasattr(FSDPModule, "set_custom_reduce_scatter"):
+            all_of_them = OfAllGradients(module, shapes, mesh.size(-1))
+            cast("FSDPModule", module).set_custom_reduce_scatter(all_of_them)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`: the same one, also from under `torch.compile`."""
@@ -296,9 +316,56 @@ class FSDP(OnRanks):
         missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         if missing:
             raise RuntimeError(
-                f"{len(missing)} trainable parameters got no gradient in this micro-batch: {some_of(missing)}; call "
-                "backward(loss) inside accumulate(model, sync=True), use them in the loss, freeze them with "
-                "requires_grad_(False), or set find_unused_parameters (ddp_find_unused_parameters)"
+                f"{len(missing)} trainable parameters got no gradient in this micro-batch: {some_of(missing)}; "
+                f"{_WITHOUT_GRADIENT}"
+            )
+
+
+class OfAllGradients:
+    """Exchanges the gradients of a unit, as torch does, if this rank has all of them.
+
+    torch leaves out what has none. If ranks differ in that, they exchange unequal numbers: NCCL waits for ever, and
+    gloo ends the process.
+
+    Args:
+        unit: a unit.
+        shapes: of its own parameters, before they were sharded.
+        shards: number of ranks over which they are.
+    """
+
+    def __init__(self, unit: nn.Module, shapes: Mapping[str, Sequence[int]], shards: int) -> None:
+        self._kind, self._shards = type(unit).__name__.removeprefix("FSDP"), shards  # which torch puts before it
+        self._parameters = [(name, p) for name, p in unit.named_parameters() if name in shapes]
+        # Each shard has as many rows as the first.
+        self._sizes = [
+            shards * -(-shapes[name][0] // shards) * math.prod(shapes[name][1:]) for name, _ in self._parameters
+        ]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor for what is sent, or for what comes."""
+        if self._shards == 1:  # torch calls nothing else then
+            self._check(size[0])
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        """Exchange.
+
+        Raises:
+            RuntimeError: gradients are missing.
+        """
+        self._check(input_tensor.numel())
+        return _reduce_scatter(output_tensor, input_tensor, **options)
+
+    def _check(self, number: int) -> None:
+        wanted = {name: size for (name, p), size in zip(self._parameters, self._sizes, strict=True) if p.requires_grad}
+        if (missing := sum(wanted.values()) - number) > 0:
+            names = [name for name, size in wanted.items() if size == missing] or [
+                name for name, size in wanted.items() if size < missing
+            ]
+            raise RuntimeError(
+                f"trainable parameters of a {self._kind} got no gradient on this rank: {missing} of "
+                f"{missing + number} numbers, among {some_of(names)} (those whose grad is None after a backward in one "
+                f"process); {_WITHOUT_GRADIENT}"
             )
 
 

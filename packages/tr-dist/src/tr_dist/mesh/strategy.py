@@ -28,7 +28,8 @@ from tr_log import get_logger, warning_once
 _REFUSED = (
     (("torch_compile", "step_compile"), ("tp", "pp")),
     (("neftune_noise_alpha",), ("tp", "cp", "sp")),  # each process would draw other noise, for the length of its piece
-    (("predict_with_generate", "auto_find_batch_size", "ema_decay", "count_flops"), ("pp",)),
+    (("predict_with_generate",), ("pp", "cp", "sp")),
+    (("auto_find_batch_size", "ema_decay", "count_flops"), ("pp",)),
 )
 _logger = get_logger(__name__)
 
