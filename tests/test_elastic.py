@@ -281,6 +281,17 @@ def test_what_cannot_be_the_same_is_refused(case, tmp_path):
     trainer.strategy.close()
 
 
+def train_what_some_shards_use(folder):
+    given = {"max_steps": 3, "per_device_train_batch_size": 1, "report_to": "none", "use_cpu": True, **ELASTIC}
+    trainer = Trainer(Partial(), TrainingArguments(folder, fsdp="full_shard", **given), train_dataset=dense_rows(40))
+    trainer.train()
+
+
+def test_a_parameter_that_one_process_does_not_use_is_refused_before_processes_exchange(tmp_path):
+    with pytest.raises(RuntimeError, match=r"parameters of a Partial got no gradient on this rank: .*other\.weight"):
+        run_ranks(train_what_some_shards_use, 2, str(tmp_path), timeout_s=120)
+
+
 WRONG = {
     "no number": ({"elastic": "bitwise"}, "power of two"),
     "three shards": ({"elastic": "bitwise", "virtual_shards": 3}, "power of two"),

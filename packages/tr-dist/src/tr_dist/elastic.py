@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of
 from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment, rank_device, read_environment
-from tr_dist.fsdp import FSDP
+from tr_dist.fsdp.strategy import FSDP, ReduceScatter
 from tr_dist.members import Members
 from tr_dist.replica import moved
 from tr_log import get_logger, info_once
@@ -273,8 +273,22 @@ class ElasticDDP(Elastic, OnRanks):
         return held
 
 
+class TreeReduceScatter(ReduceScatter):
+    """Sums gradients over processes, each of which keeps its part, in a tree of additions."""
+
+    def exchange(
+        self, output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, op: Any, **options: Any
+    ) -> None:
+        """Sum what all ranks give, and keep this rank's part."""
+        received = torch.empty_like(given)
+        dist.all_to_all_single(received, given, group=group)
+        output.copy_(added_in_pairs(received.view(group.size(), -1)))
+
+
 class ElasticFSDP(Elastic, FSDP):
     """Shards of a model with the same bits on any number of processes; see the module."""
+
+    reduces_by = TreeReduceScatter
 
     def begin(self, number: int) -> None:
         """Divide steps into `number` shards; see `Elastic.begin`."""
@@ -288,14 +302,6 @@ class ElasticFSDP(Elastic, FSDP):
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
             raise ValueError(f"elastic with fsdp needs a newer torch than {torch.__version__}; use strategy='ddp'")
         super().begin(number)
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Shard the model in place; see `FSDP.prepare`."""
-        prepared = super().prepare(model)
-        for module in prepared.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(cast("Any", _TreeReduceScatter()))
-        return prepared
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse optimizers that see more than single numbers; see `Elastic.bind_optimizer`.
@@ -319,25 +325,6 @@ class ElasticFSDP(Elastic, FSDP):
                     group["fused"] = False
                     info_once(_logger, "elastic with fsdp on the CPU: the optimizer computes without its fused kernel")
         return super().step(optimizer, skip=skip)
-
-
-class _TreeReduceScatter:
-    """What `fully_shard` calls to sum gradients over processes, each of which keeps its part."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(added_in_pairs(received.view(group.size(), -1)))
 
 
 class TreeSum:

@@ -41,6 +41,62 @@ _WITHOUT_GRADIENT = (
 )
 
 
+class ReduceScatter:
+    """Exchanges the gradients of a unit, as torch does, if this rank has all of them.
+
+    torch leaves out what has none. If ranks differ in that, they exchange unequal numbers: NCCL waits for ever, and
+    gloo ends the process.
+
+    Args:
+        unit: a unit.
+        shapes: of its own parameters, before they were sharded.
+        shards: number of ranks over which they are.
+    """
+
+    def __init__(self, unit: nn.Module, shapes: Mapping[str, Sequence[int]], shards: int) -> None:
+        self._kind, self._shards = type(unit).__name__.removeprefix("FSDP"), shards  # which torch puts before it
+        self._parameters = [(name, p) for name, p in unit.named_parameters() if name in shapes]
+        # Each shard has as many rows as the first.
+        self._sizes = [
+            shards * -(-shapes[name][0] // shards) * math.prod(shapes[name][1:]) for name, _ in self._parameters
+        ]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor for what is sent, or for what comes."""
+        if self._shards == 1:  # torch calls nothing else then
+            self._check(size[0])
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, **options: Any
+    ) -> Any:
+        """Exchange; see `exchange`.
+
+        Raises:
+            RuntimeError: gradients are missing.
+        """
+        self._check(input_tensor.numel())
+        return self.exchange(output_tensor, input_tensor, group, op, **options)
+
+    def exchange(
+        self, output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, op: Any, **options: Any
+    ) -> Any:
+        """Sum what all ranks give, or take its mean, and keep this rank's part."""
+        return _reduce_scatter(output, given, op, group, **options)
+
+    def _check(self, number: int) -> None:
+        wanted = {name: size for (name, p), size in zip(self._parameters, self._sizes, strict=True) if p.requires_grad}
+        if (missing := sum(wanted.values()) - number) > 0:
+            names = [name for name, size in wanted.items() if size == missing] or [
+                name for name, size in wanted.items() if size < missing
+            ]
+            raise RuntimeError(
+                f"trainable parameters of a {self._kind} got no gradient on this rank: {missing} of "
+                f"{missing + number} numbers, among {some_of(names)} (those whose grad is None after a backward in one "
+                f"process); {_WITHOUT_GRADIENT}"
+            )
+
+
 class FSDP(OnRanks):
     """Fully sharded data parallel training, by torch's `fully_shard` (FSDP2).
 
@@ -85,6 +141,7 @@ class FSDP(OnRanks):
 
     acts_on = frozenset({"fsdp"})
     forward_is_collective = True
+    reduces_by: type[ReduceScatter] = ReduceScatter
 
     def __init__(
         self,
@@ -186,8 +243,7 @@ class FSDP(OnRanks):
         }
         fully_shard(module, mesh=mesh, **options)
         if shapes and not self._finds_unused and hasattr(FSDPModule, "set_custom_reduce_scatter"):
-            all_of_them = OfAllGradients(module, shapes, mesh.size(-1))
-            cast("FSDPModule", module).set_custom_reduce_scatter(all_of_them)
+            cast("FSDPModule", module).set_custom_reduce_scatter(self.reduces_by(module, shapes, mesh.size(-1)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`: the same one, also from under `torch.compile`."""
@@ -318,54 +374,6 @@ class FSDP(OnRanks):
             raise RuntimeError(
                 f"{len(missing)} trainable parameters got no gradient in this micro-batch: {some_of(missing)}; "
                 f"{_WITHOUT_GRADIENT}"
-            )
-
-
-class OfAllGradients:
-    """Exchanges the gradients of a unit, as torch does, if this rank has all of them.
-
-    torch leaves out what has none. If ranks differ in that, they exchange unequal numbers: NCCL waits for ever, and
-    gloo ends the process.
-
-    Args:
-        unit: a unit.
-        shapes: of its own parameters, before they were sharded.
-        shards: number of ranks over which they are.
-    """
-
-    def __init__(self, unit: nn.Module, shapes: Mapping[str, Sequence[int]], shards: int) -> None:
-        self._kind, self._shards = type(unit).__name__.removeprefix("FSDP"), shards  # which torch puts before it
-        self._parameters = [(name, p) for name, p in unit.named_parameters() if name in shapes]
-        # Each shard has as many rows as the first.
-        self._sizes = [
-            shards * -(-shapes[name][0] // shards) * math.prod(shapes[name][1:]) for name, _ in self._parameters
-        ]
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor for what is sent, or for what comes."""
-        if self._shards == 1:  # torch calls nothing else then
-            self._check(size[0])
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        """Exchange.
-
-        Raises:
-            RuntimeError: gradients are missing.
-        """
-        self._check(input_tensor.numel())
-        return _reduce_scatter(output_tensor, input_tensor, **options)
-
-    def _check(self, number: int) -> None:
-        wanted = {name: size for (name, p), size in zip(self._parameters, self._sizes, strict=True) if p.requires_grad}
-        if (missing := sum(wanted.values()) - number) > 0:
-            names = [name for name, size in wanted.items() if size == missing] or [
-                name for name, size in wanted.items() if size < missing
-            ]
-            raise RuntimeError(
-                f"trainable parameters of a {self._kind} got no gradient on this rank: {missing} of "
-                f"{missing + number} numbers, among {some_of(names)} (those whose grad is None after a backward in one "
-                f"process); {_WITHOUT_GRADIENT}"
             )
 
 
