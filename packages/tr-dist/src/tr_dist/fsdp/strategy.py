@@ -243,7 +243,8 @@ class FSDP(OnRanks):
         }
         fully_shard(module, mesh=mesh, **options)
         if shapes and not self._finds_unused and hasattr(FSDPModule, "set_custom_reduce_scatter"):
-            cast("FSDPModule", module).set_custom_reduce_scatter(self.reduces_by(module, shapes, mesh.size(-1)))
+            comm = self.reduces_by(module, shapes, mesh.size(-1))
+            cast("Any", module).set_custom_reduce_scatter(comm)  # whose class torch does not give out
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`: the same one, also from under `torch.compile`."""
