@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import RemovableHandle
 
 from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of, total_norm
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
@@ -55,11 +57,25 @@ class ReduceScatter:
 
     def __init__(self, unit: nn.Module, shapes: Mapping[str, Sequence[int]], shards: int) -> None:
         self._kind, self._shards = type(unit).__name__.removeprefix("FSDP"), shards  # which torch puts before it
-        self._parameters = [(name, p) for name, p in unit.named_parameters() if name in shapes]
+        self._parameters = {name: p for name, p in unit.named_parameters() if name in shapes}
         # Each shard has as many rows as the first.
-        self._sizes = [
-            shards * -(-shapes[name][0] // shards) * math.prod(shapes[name][1:]) for name, _ in self._parameters
-        ]
+        self._sizes = {
+            name: shards * -(-shapes[name][0] // shards) * math.prod(shapes[name][1:]) for name in self._parameters
+        }
+        self._had, self._hooks = set[str](), list[RemovableHandle]()
+        self._begin = unit.register_forward_pre_hook(self._watch)
+
+    def _watch(self, unit: nn.Module, inputs: Any) -> None:
+        """Note in the first step which parameters get a gradient: an exchange sees their number alone."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._begin.remove()
+            for name in self._parameters:
+                if (gathered := unit.get_parameter(name)).requires_grad:
+                    note = partial(self._note, name)
+                    self._hooks.append(gathered.register_post_accumulate_grad_hook(note))
+
+    def _note(self, name: str, gathered: torch.Tensor) -> None:
+        self._had.add(name)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor for what is sent, or for what comes."""
@@ -85,16 +101,16 @@ class ReduceScatter:
         return _reduce_scatter(output, given, op, group, **options)
 
     def _check(self, number: int) -> None:
-        wanted = {name: size for (name, p), size in zip(self._parameters, self._sizes, strict=True) if p.requires_grad}
+        wanted = {name: size for name, size in self._sizes.items() if self._parameters[name].requires_grad}
         if (missing := sum(wanted.values()) - number) > 0:
-            names = [name for name, size in wanted.items() if size == missing] or [
-                name for name, size in wanted.items() if size < missing
-            ]
+            without = {name: size for name, size in wanted.items() if name not in self._had}
+            names = some_of([*without]) if sum(without.values()) == missing else f"some of {some_of([*wanted])}"
             raise RuntimeError(
                 f"trainable parameters of a {self._kind} got no gradient on this rank: {missing} of "
-                f"{missing + number} numbers, among {some_of(names)} (those whose grad is None after a backward in one "
-                f"process); {_WITHOUT_GRADIENT}"
+                f"{missing + number} numbers, {names}; {_WITHOUT_GRADIENT}"
             )
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 class FSDP(OnRanks):
