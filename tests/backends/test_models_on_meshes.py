@@ -1,6 +1,5 @@
 """Each causal class of transformers on the meshes that its plans allow: the numbers of one process, or words."""
 
-import os
 import warnings
 
 import pytest
@@ -76,18 +75,14 @@ def train(folder, name, options, dtype):
     return [loss, *(entry[name] for entry in steps for name in ("loss", "grad_norm"))]
 
 
-def in_ranks(folder, name, forms, dtype):
-    """Run in every rank, on one mesh after the other; returns the numbers of each, or the error's words."""
+def in_rank(folder, name, form, dtype):
+    """Return the numbers of a run on a mesh, or the error's words."""
     warnings.simplefilter("ignore")
-    meeting, found = os.environ["TR_RENDEZVOUS_FILE"], {}
-    for form in forms:
-        os.environ["TR_RENDEZVOUS_FILE"] = f"{meeting}_{form}"
-        try:
-            found[form] = train(f"{folder}/{form}", name, FORMS[form], dtype)
-        except Exception as error:
-            words = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-            found[form] = " ".join([*words, str(error.__cause__)])  # a schedule's error has ours as its cause
-    return found
+    try:
+        return train(folder, name, FORMS[form], dtype)
+    except Exception as error:
+        words = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        return " ".join([*words, str(error.__cause__)])  # a schedule's error has ours as its cause
 
 
 def alone(folder, name):
@@ -113,9 +108,8 @@ def test_a_model_gives_the_numbers_of_one_process_or_is_refused(name, tmp_path):
     except Exception as error:  # the sizes here fit most models, not all
         pytest.skip(f"cannot be built and trained small: {type(error).__name__}: {str(error)[:80]}")
     forms = [form for form in forms if form not in OTHERWISE.get(name, ())]
-    ranks = run_ranks(in_ranks, 2, str(tmp_path), name, forms, dtype, timeout_s=240)
     for form in forms:
-        found = [of_rank[form] for of_rank in ranks]
+        found = run_ranks(in_rank, 2, str(tmp_path / form), name, form, dtype, timeout_s=120)
         if words := [each for each in found if isinstance(each, str)]:  # the others may have lost their peer
             assert any(map(is_refused, words)), f"{form}: {words}"
         for numbers in found:

@@ -109,12 +109,12 @@ class Mesh(FSDP):
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Surround a forward pass and its loss; a note to an error of torch says what is computed in parts."""
+        """Surround a forward pass and its loss; a note to an error says what is computed in parts."""
         with super().autocast():
             try:
                 yield
-            except (RuntimeError, TypeError) as error:
-                if type(error) in (RuntimeError, TypeError) and not hasattr(error, "__notes__"):
+            except Exception as error:
+                if not hasattr(error, "__notes__"):
                     parts = "; ".join(f"{each.name}_size={each.size}: {each.computes}" for each in self._directions)
                     error.add_note(
                         f"a process computes a part of each sample ({parts}); if a module counts on all of it, leave "
