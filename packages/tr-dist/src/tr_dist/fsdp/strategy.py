@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -69,13 +68,11 @@ class ReduceScatter:
         """Note in the first step which parameters get a gradient: an exchange sees their number alone."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._begin.remove()
-            for name in self._parameters:
-                if (gathered := unit.get_parameter(name)).requires_grad:
-                    note = partial(self._note, name)
-                    self._hooks.append(gathered.register_post_accumulate_grad_hook(note))
-
-    def _note(self, name: str, gathered: torch.Tensor) -> None:
-        self._had.add(name)
+            gathered = {name: p for name in self._parameters if (p := unit.get_parameter(name)).requires_grad}
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(lambda _, name=name: self._had.add(name))
+                for name, p in gathered.items()
+            ]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor for what is sent, or for what comes."""
