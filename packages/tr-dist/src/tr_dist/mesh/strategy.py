@@ -166,7 +166,7 @@ class Mesh(FSDP):
         self._data = DataRanks(ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist(), self)
         for direction in self._directions:
             direction.join(ranks, self.device, lambda groups: DataRanks(groups, self))
-        copies = replicas // max(direction.replicas_a_copy for direction in self._directions)
+        copies = replicas // max((direction.replicas_a_copy for direction in self._directions), default=1)
         of_model = ranks.transpose(0, 1).reshape(copies, -1).tolist()
         self._of_model = own_group(of_model, self)
         return self._whole["shard"] if replicas == 1 else self._whole["replicate", "shard"]
