@@ -68,10 +68,10 @@ class ReduceScatter:
         """Note in the first step which parameters get a gradient: an exchange sees their number alone."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._begin.remove()
-            gathered = {name: p for name in self._parameters if (p := unit.get_parameter(name)).requires_grad}
             self._hooks = [
-                p.register_post_accumulate_grad_hook(lambda _, name=name: self._had.add(name))
-                for name, p in gathered.items()
+                gathered.register_post_accumulate_grad_hook(lambda _, name=name: self._had.add(name))
+                for name, gathered in unit.named_parameters()
+                if name in self._parameters and gathered.requires_grad  # a stage of layers may have lost some
             ]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
