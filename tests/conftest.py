@@ -12,8 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 # Half of what a short run in ranks takes is importing these.
-_OF_RANKS = "tr_core.trainer tr_ckpt.checkpointer tr_ckpt.hub.hub_callback tr_log.report.page tr_optim.registry "
-_OF_RANKS += "tr_dist.elastic tr_dist.mesh transformers.models.llama.modeling_llama"
+_OF_RANKS = "tr_core.trainer tr_ckpt.checkpointer tr_ckpt.hub.hub_callback tr_log.report.page tr_optim.registry"
 os.environ["TR_RANKS_PRELOAD"] = _OF_RANKS
 # What the packages do not require: without one, the files of tests that import it are skipped.
 OPTIONAL = {"accelerate", "datasets", "deepspeed", "huggingface_hub", "optuna", "peft", "torchmetrics", "transformers"}
