@@ -17,6 +17,7 @@ FORMS = {form: {"parallelism_config": f"{form}=2", **SIZES} for form in ("tp", "
 FORMS["ep"] = {"parallelism_config": "ep=2", **SIZES, "per_device_train_batch_size": 1}
 ROUNDED = 1e-4  # models of float64 compute some of it in float32
 FEW_WORDS = {"LongcatFlashForCausalLM"}  # an expert without a word in one of two pieces has no gradient there
+REFUSALS = (ValueError, TypeError, RuntimeError, AssertionError)  # of models and torch, where shapes do not fit
 OTHERWISE = {
     "PhimoeForCausalLM": ("sp", "cp", "ep"),  # it checks its mask's shape itself, and draws its routes
 }
@@ -81,8 +82,11 @@ def in_rank(folder, name, form, dtype):
     try:
         return train(folder, name, FORMS[form], dtype)
     except Exception as error:
-        words = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-        return " ".join([*words, str(error.__cause__)])  # a schedule's error has ours as its cause
+        # Of a fault of ours, an AttributeError perhaps, the note about meshes makes no refusal.
+        notes = getattr(error, "__notes__", ()) if isinstance(error, REFUSALS) else ()
+        return " ".join(
+            [f"{type(error).__name__}: {error}", *notes, str(error.__cause__)]
+        )  # ours is a schedule's cause
 
 
 def alone(folder, name):

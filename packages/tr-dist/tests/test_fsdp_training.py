@@ -211,6 +211,34 @@ def test_a_parameter_without_a_gradient_on_a_rank_is_an_error_before_ranks_excha
         run_ranks(train_a_part, 2, False, ranks, form)
 
 
+def train_a_part_later():
+    with FSDP(use_cpu=True) as strategy:
+        model = strategy.prepare(Branching())
+        for both in (True, strategy.rank == 0):
+            with strategy.accumulate(model, sync=True):
+                strategy.backward(model(torch.ones(2, 3), both=both).sum())
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="needs a newer torch")
+def test_a_parameter_without_a_gradient_in_a_later_step_is_an_error_too():
+    with pytest.raises(RuntimeError, match=r"of a Branching got no gradient .* numbers, some of one\.weight, .*; call"):
+        run_ranks(train_a_part_later, 2)
+
+
+def leave_out_a_unit():
+    with FSDP(Sharding(wrap="SIZE_BASED_WRAP", min_num_params=10), use_cpu=True) as strategy:
+        model = strategy.prepare(Branching())
+        with strategy.accumulate(model, sync=True):
+            strategy.backward(model(torch.ones(2, 3), both=False).sum())
+
+
+def test_a_unit_that_no_rank_uses_is_an_error_that_names_its_parameters():
+    with pytest.raises(
+        RuntimeError, match=r"2 trainable parameters got no gradient .*other\.weight, other\.bias; call"
+    ):
+        run_ranks(leave_out_a_unit, 2)
+
+
 def test_parameters_that_are_frozen_after_they_were_divided_need_no_gradient():
     run_ranks(train_a_part, 2, False, (), "full_shard", True)
 

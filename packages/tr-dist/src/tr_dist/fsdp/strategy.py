@@ -49,9 +49,9 @@ class ReduceScatter:
     gloo ends the process.
 
     Args:
-        unit: a unit.
-        shapes: of its own parameters, before they were sharded.
-        shards: number of ranks over which they are.
+        unit: of `fully_shard`.
+        shapes: of its own parameters, by name, before they were sharded.
+        shards: number of ranks over which they are sharded; 1 of plain replicas.
     """
 
     def __init__(self, unit: nn.Module, shapes: Mapping[str, Sequence[int]], shards: int) -> None:
@@ -145,6 +145,7 @@ class FSDP(OnRanks):
         world_size: number of processes.
         mesh: the ranks, by shards, or by replicas and shards.
         forward_is_collective: True: a forward is an exchange between all ranks, so that each must make as many.
+        reduces_by: what exchanges the gradients of a unit, where torch lets others do so.
 
     Raises:
         ValueError: an argument or the environment does not fit this machine, or torch is too old for its device.

@@ -43,7 +43,7 @@ class Mesh(FSDP):
 
     Args:
         sharding: how the model is divided over those that compute other samples.
-        directions: in which processes compute a sample together, each of its own name.
+        directions: in which processes compute a sample together, each of its own name; at least one.
         **options: those of `FSDP`.
 
     Attributes:
@@ -54,9 +54,7 @@ class Mesh(FSDP):
         ValueError: the number of processes is not a multiple, or what `FSDP` raises.
     """
 
-    def __init__(
-        self, sharding: Sharding | None = None, *, directions: Sequence[Direction] = (), **options: Any
-    ) -> None:
+    def __init__(self, sharding: Sharding | None = None, *, directions: Sequence[Direction], **options: Any) -> None:
         self._directions = directions
         self.sizes = {f"{direction.name}_size": direction.size for direction in directions}
         together = " and ".join(self.sizes)
@@ -166,7 +164,7 @@ class Mesh(FSDP):
         self._data = DataRanks(ranks.permute(0, 3, 4, 1, 2).reshape(together, replicas * shards).tolist(), self)
         for direction in self._directions:
             direction.join(ranks, self.device, lambda groups: DataRanks(groups, self))
-        copies = replicas // max((direction.replicas_a_copy for direction in self._directions), default=1)
+        copies = replicas // max(direction.replicas_a_copy for direction in self._directions)
         of_model = ranks.transpose(0, 1).reshape(copies, -1).tolist()
         self._of_model = own_group(of_model, self)
         return self._whole["shard"] if replicas == 1 else self._whole["replicate", "shard"]
