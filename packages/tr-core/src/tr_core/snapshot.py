@@ -94,8 +94,7 @@ class Snapshot:
 def discard_step(run: Run) -> None:
     """Drop the inputs and the gradients of a step that does not end."""
     run.methods.scope.inputs = None
-    for parameter in run.methods.model.parameters():
-        parameter.grad = None
+    run.methods.model.zero_grad()
     run.optimizer.zero_grad()  # some optimizers keep gradients outside of .grad
 
 

@@ -981,6 +981,7 @@ class Trainer(TransformersAttributes):
         args, strategy = self.args, self.strategy
         with stage("model to device"):
             self.prepare()
+            self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
         self.check_setup()
         if not self.has_own_checkpointer:  # a user's checkpointer has its own folder
             check_output_dir(args, args.output_dir, strategy)
@@ -1004,7 +1005,6 @@ class Trainer(TransformersAttributes):
             strategy.bind_optimizer(self.model_wrapped, optimizer)
         self.state = self._fresh_state(plan)
         self.loaders["train_dataloader"] = loader
-        self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
         run = Run.begin(cast("TrainerMethods", self), strategy, plan, data, optimizer, schedule)
         run.ignore_keys, run.legs, run.goes_on = ignore_keys, legs, legs is not None and legs.restore(run)
         run.updates.own_clip = self._clip_grad_norm if self.overrides("_clip_grad_norm") else None

@@ -24,7 +24,7 @@ from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, free_gathered
 from tr_dist.process_group import ProcessGroup, leave_at_exit
 from tr_dist.replica import Replica
-from tr_dist.sharded_model import broadcast_values, synced_generation
+from tr_dist.sharded_model import broadcast_values, clears_held, synced_generation
 
 _OF_THE_GROUP = ("backend", "timeout_s", "hang_timeout_s")
 _TIMEOUT_S = 1800.0
@@ -264,6 +264,7 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
                 cast("nn.Module", module).register_forward_hook(free_gathered)
         if self._finds_unused:
             sharded.set_reduce_scatter_unused_params(True)
+        clears_held(sharded)
         synced_generation(sharded, self.sum, self.device)
         if callable(getattr(sharded, "generate", None)):
             register_fsdp_forward_method(sharded, "generate")
@@ -285,6 +286,7 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
             )
         for group in optimizer.param_groups:
             group["params"] = [shards.get(id(p), p) for p in group["params"]]
+        FSDP.bind_optimizer(self, model, optimizer)
         super().bind_optimizer(model, optimizer)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

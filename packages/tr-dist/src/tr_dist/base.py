@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -39,6 +39,18 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def consumes_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer consumes gradients in the backward pass."""
     return getattr(optimizer, "fused_in_backward", False)
+
+
+def before_clearing(optimizer: torch.optim.Optimizer, do: Callable[[], None]) -> None:
+    """Have `optimizer.zero_grad` call `do` first, and nothing that this function gave it before."""
+    clear = getattr(optimizer.zero_grad, "own", optimizer.zero_grad)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        do()
+        clear(set_to_none)
+
+    cast("Any", zero_grad).own = clear
+    optimizer.zero_grad = zero_grad
 
 
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of
+from tr_dist.base import OnRanks, before_clearing, check_trainable, clip_to_norm, common_options, some_of
 from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, ReduceScatter
 from tr_dist.members import Members
@@ -53,6 +53,7 @@ class Elastic:
     shards: int
     _number: int
     _threads: int | None = None
+    _is_within: bool = False  # a step
     _model: nn.Module | None = None
     _same: tuple[list[int], set[int]] = ([], set())  # trainable parameters, and which of them have gradients
 
@@ -91,6 +92,14 @@ class Elastic:
                 "backward pass; choose another optim, such as adamw_torch"
             )
         super().bind_optimizer(model, optimizer)  # type: ignore[misc]
+        before_clearing(optimizer, self._check_clearing)
+
+    def _check_clearing(self) -> None:
+        if self._is_within:
+            raise RuntimeError(
+                "zero_grad() between the micro-batches of a step, whose shards elastic adds up: what it drops would "
+                "depend on the number of processes; call it after the step"
+            )
 
     def run_micro_batches(
         self,
@@ -108,12 +117,16 @@ class Elastic:
         parameters = [p for p in cast("Any", self).unwrap(model).parameters() if p.requires_grad]
         each, total, buffers = size // self.shards, TreeSum(), _versions(model)
         held: list[torch.Tensor] = []
-        for number, batch in enumerate(batches, start=1):
-            yield compute(batch)
-            if number % each == 0:
-                gradients = self._taken(parameters)
-                held = held or gradients
-                self._add(total, gradients, number // each)
+        self._is_within = True
+        try:
+            for number, batch in enumerate(batches, start=1):
+                yield compute(batch)
+                if number % each == 0:
+                    gradients = self._taken(parameters)
+                    held = held or gradients
+                    self._add(total, gradients, number // each)
+        finally:
+            self._is_within = False
         if changed := _versions(model).items() ^ buffers.items():
             raise ValueError(
                 f"the forward changed {some_of(sorted({name for name, _ in changed}))}, such as running statistics of "

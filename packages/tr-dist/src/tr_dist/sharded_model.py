@@ -1,4 +1,4 @@
-"""Broadcast the values of rank 0, gather a sharded model's full state dict, and generate in step.
+"""Broadcast the values of rank 0, gather a sharded model's full state dict, clear its gradients, and generate in step.
 
 Values are broadcast before or after the model is sharded. Ranks that share one model's weights must make the same
 number of forward passes, also if a model has its own `generate`.
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 # Each rank takes its shard from the whole tensor, which all have. Torch before 2.7 sends those of rank 0.
@@ -116,6 +117,38 @@ class FullStateModel:
                 shard = distribute_tensor(whole, mine.device_mesh, mine.placements, **_FROM_HERE)
                 state_dict = {**state_dict, name: shard}
         self._model.load_state_dict(state_dict)
+
+
+def drop_held(model: nn.Module) -> None:
+    """Drop what `fully_shard` holds of a step that does not end: gradients before their exchange, gathered parameters.
+
+    torch has no function that drops gradients of before their exchange.
+    """
+    root: Any = model
+    if hasattr(root, "reset_iter_state") and root._get_fsdp_state()._is_root:  # None before the first forward
+        root.reset_iter_state()  # what is under way
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # older torch has one, or None
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None:
+                    group._to_sharded()
+                    for held in group.fsdp_params:
+                        held.unsharded_accumulated_grad = None
+                        if hasattr(held, "_unsharded_param"):  # gathered once
+                            held._unsharded_param.grad = None
+
+
+def clears_held(model: nn.Module) -> None:
+    """Have `model.zero_grad` drop what `fully_shard` holds too."""
+    clear = model.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        drop_held(model)
+        clear(set_to_none)
+
+    model.zero_grad = zero_grad
 
 
 def synced_generation(model: nn.Module, total: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:

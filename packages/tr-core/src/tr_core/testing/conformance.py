@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ def check_strategy(strategy: Strategy, make: Callable[[], nn.Module] | None = No
         torch.optim.AdamW(wrapped.parameters(), lr=0.1, fused=has_fused(strategy.device)),
     ):
         _check_skipping(strategy, wrapped, optimizer, data[0, 0, rank])
+    _check_clearing(strategy, wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), data[0, 0, rank])
 
 
 def check_collectives(strategy: Strategy) -> None:
@@ -270,6 +272,34 @@ def _check_skipping(
     pairs = [zip(states[number], states[number + 1], strict=True) for number in (0, 1)]
     assert all(torch.equal(a, b) for a, b in pairs[0]), f"a step of {name} that was to be skipped changed something"
     assert not any(torch.equal(a, b) for a, b in pairs[1]), f"a step of {name} after a skipped one changed nothing"
+
+
+def _check_clearing(
+    strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
+) -> None:
+    """Check that `zero_grad` between two micro-batches drops the gradients so far, or that an error says why not."""
+
+    def compute(*, sync: bool) -> None:
+        with strategy.accumulate(model, sync=sync):
+            with strategy.autocast():
+                loss = model(batch.to(strategy.device)).square().mean()
+            strategy.backward(loss)
+
+    def norm_of_step() -> float:
+        compute(sync=True)
+        norm = float(strategy.clip_grad_norm(model, optimizer, None))
+        strategy.step(optimizer, skip=torch.ones((), device=strategy.device))  # the weights stay
+        optimizer.zero_grad()
+        return norm
+
+    _bind(strategy, model, optimizer)
+    alone = norm_of_step()
+    compute(sync=False)
+    try:
+        optimizer.zero_grad()
+    except RuntimeError:
+        return
+    assert math.isclose(norm_of_step(), alone, rel_tol=1e-4), "zero_grad between micro-batches left a gradient"
 
 
 def _missing(thing: object, protocol: type) -> str:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tr_dist.base import OnRanks, check_trainable, common_options
+from tr_dist.base import OnRanks, before_clearing, check_trainable, common_options
 from tr_dist.deepspeed import configuration as configurations
 from tr_dist.deepspeed.engine import (
     EngineModel,
@@ -107,7 +107,7 @@ class DeepSpeed(OnRanks):
             environment, device, precision="no", backend=backend, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s
         )
         self._model: EngineModel | None = None
-        self._backwards, self._is_complete = 0, False
+        self._backwards, self._is_complete, self._is_within = 0, False, False
 
     @classmethod
     def from_arguments(cls, args: Any) -> DeepSpeed:
@@ -177,12 +177,35 @@ class DeepSpeed(OnRanks):
         check_optimizer(optimizer, inner.module, self.stage)
         if inner.engine is not None:
             inner.drop_engine()
+        if any(str(getattr(p, "ds_status", "")).endswith("INFLIGHT") for p in inner.module.parameters()):
+            raise RuntimeError(
+                "a forward that failed left weights half gathered (ZeRO stage 3), of which DeepSpeed makes no other "
+                "engine; build the model and the Trainer anew, and resume from a checkpoint"
+            )
         groups = given_groups(optimizer)
         set_local_rank(self.local_rank, self.device)
         engine = make_engine(self._deepspeed, inner.module, optimizer, self.configuration, self.device)
         inner.take_engine(engine, groups)
-        self._model, self._is_complete = inner, False
+        self._model, self._is_complete, self._is_within = inner, False, False
         self._check_engine(engine)
+        before_clearing(optimizer, self._drop_gradients)
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of a step that is not made, where they are the parameters' own.
+
+        Raises:
+            RuntimeError: ZeRO holds them.
+        """
+        model = self._model
+        if model is None or not self._is_within or not self.stage:
+            return
+        if self.stage > 1 or getattr(model.engine.optimizer, "cpu_offload", False):
+            raise RuntimeError(
+                f"gradients of a step that is not made cannot be dropped: ZeRO stage {self.stage} holds them until the "
+                "step; call zero_grad() after it alone, and in place of auto_find_batch_size=True set "
+                "per_device_train_batch_size to what fits"
+            )
+        model.module.zero_grad()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
@@ -206,7 +229,7 @@ class DeepSpeed(OnRanks):
                 "first gradients; give sync=True with the last micro-batch of a step only"
             )
         engine.set_gradient_accumulation_boundary(sync)
-        before = self._backwards
+        before, self._is_within = self._backwards, True
         yield
         self._is_complete = sync
         if sync and self._backwards == before:
@@ -247,7 +270,7 @@ class DeepSpeed(OnRanks):
         """
         if self._model is None:
             raise RuntimeError("step needs an engine: call bind_optimizer(model, optimizer) first")
-        engine, self._is_complete = self._model.engine, False
+        engine, self._is_complete, self._is_within = self._model.engine, False, False
         if skip is not None and skip.item():  # sync: DeepSpeed itself syncs on the norm in each step
             skip_step(engine, self.stage)
             clear_gradients(engine.optimizer)

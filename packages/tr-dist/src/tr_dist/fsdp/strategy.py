@@ -23,12 +23,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of, total_norm
+from tr_dist.base import OnRanks, before_clearing, check_trainable, clip_to_norm, common_options, some_of, total_norm
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.settings import Sharding, choose_units
 from tr_dist.sharded_model import (
     FullStateModel,
     broadcast_values,
+    clears_held,
+    drop_held,
     fill_shards,
     full_state_dict,
     synced_generation,
@@ -237,6 +239,7 @@ class FSDP(OnRanks):
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
+        clears_held(model)
         synced_generation(model, self.sum, self.device)
         if callable(getattr(model, "generate", None)):
             # Some models call parts, such as an encoder, by themselves before the model's own forward.
@@ -259,6 +262,10 @@ class FSDP(OnRanks):
         if shapes and not self._finds_unused and hasattr(FSDPModule, "set_custom_reduce_scatter"):
             comm = self.reduces_by(module, shapes, mesh.size(-1))
             cast("Any", module).set_custom_reduce_scatter(comm)  # whose class torch does not give out
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer.zero_grad` drop the gradients of a step's first micro-batches, which are not in `.grad`."""
+        before_clearing(optimizer, lambda: self._syncs is False and drop_held(self.unwrap(model)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`: the same one, also from under `torch.compile`."""
