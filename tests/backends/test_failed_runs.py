@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
+from shared.callbacks import Clears
 from test_scenarios import trainer_of
 from variants import BACKEND_OF, run_on, shared
 
-from tr_core import TrainerCallback
 from tr_dist.testing import run_ranks
 
 
@@ -68,11 +68,6 @@ def test_memory_that_runs_out_between_micro_batches_of_one_process_leaves_no_gra
     [(logs, _)] = run_ranks(train, 1, str(tmp_path / "alone"), options, timeout_s=100)
     [(found, _)] = run_ranks(train, 1, str(tmp_path / "less"), *arguments, timeout_s=100)
     assert [*itertools.chain(*found)] == pytest.approx([*itertools.chain(*logs)], rel=2e-3 if kind == "bf16" else 1e-5)
-
-
-class Clears(TrainerCallback):
-    def on_substep_end(self, args, state, control, optimizer=None, **kwargs):
-        optimizer.zero_grad()
 
 
 def clear(folder, options):

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from shared.callbacks import Clears
 from test_mesh import ALONE, HEADS, SHARDED, SMALL, assert_close, in_the_night, rows, train_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -250,7 +251,10 @@ def refused(folder, kind, options):
         args = TrainingArguments(folder, max_steps=1, use_cpu=True, **QUIET, **options)
         model = MODELS["llama"]()
         model.config.output_router_logits = kind == "routes"
-        (OwnStep if kind == "step" else Trainer)(model, args, train_dataset=rows(8)).train()
+        trainer = (OwnStep if kind == "step" else Trainer)(model, args, train_dataset=rows(8))
+        if kind == "clears":
+            trainer.add_callback(Clears())
+        trainer.train()
     except (ValueError, RuntimeError) as error:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -271,6 +275,11 @@ def refused(folder, kind, options):
             "consumes gradients in the backward pass, and with pp_size a schedule runs the backward passes",
         ),
         ("", {"pp_split": ["layers.7"]}, "pp_split names layers.7"),
+        (
+            "clears",
+            {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+            "it would drop the gradients of all; call it after the step",
+        ),
         ("routes", {}, "output_router_logits=True asks for what all layers give"),
     ],
 )

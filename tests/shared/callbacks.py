@@ -30,3 +30,10 @@ class KeepWeights(TrainerCallback):
         self.applied.append(applied)
         self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         self.states.append([value.clone() for held in optimizer.state.values() for value in held.values()])
+
+
+class Clears(TrainerCallback):
+    """Drops the gradients so far between micro-batches."""
+
+    def on_substep_end(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.zero_grad()

@@ -388,10 +388,8 @@ def _meshes(rng, run):
         run = replace(run, batch=run.replicas * rng.randint(1, 3), drop_last=False, loader="trainer")
         run = replace(run, ragged=run.ragged and _consistent(rng, run).divides)
     if "pp" in dict(run.mesh):  # of which the first parameter is another on each stage
-        of_one_layer = ("drop_a_gradient", "freeze_a_layer")
-        run = replace(run, habits=tuple(found for found in run.habits if found[0] not in of_one_layer))
-    # Shards hold the gradients of micro-batches before the last elsewhere.
-    run = replace(run, habits=tuple(found for found in run.habits if found[0] != "drop_the_gradient_so_far"))
+        not_in_stages = ("drop_a_gradient", "freeze_a_layer", "drop_the_gradient_so_far")
+        run = replace(run, habits=tuple(found for found in run.habits if found[0] not in not_in_stages))
     return _stopped_or_with_options(rng, replace(run, stops=(), max_steps=max(1, min(run.steps, 6))))
 
 

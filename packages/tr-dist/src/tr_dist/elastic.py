@@ -53,7 +53,7 @@ class Elastic:
     shards: int
     _number: int
     _threads: int | None = None
-    _is_within: bool = False  # a step
+    _is_within: bool  # a step
     _model: nn.Module | None = None
     _same: tuple[list[int], set[int]] = ([], set())  # trainable parameters, and which of them have gradients
 
@@ -92,6 +92,7 @@ class Elastic:
                 "backward pass; choose another optim, such as adamw_torch"
             )
         super().bind_optimizer(model, optimizer)  # type: ignore[misc]
+        self._is_within = False
         before_clearing(optimizer, self._check_clearing)
 
     def _check_clearing(self) -> None:

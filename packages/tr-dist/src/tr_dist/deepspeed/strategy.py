@@ -180,7 +180,7 @@ class DeepSpeed(OnRanks):
         if any(str(getattr(p, "ds_status", "")).endswith("INFLIGHT") for p in inner.module.parameters()):
             raise RuntimeError(
                 "a forward that failed left weights half gathered (ZeRO stage 3), of which DeepSpeed makes no other "
-                "engine; build the model and the Trainer anew, and resume from a checkpoint"
+                "engine; build the model and the Trainer again, and resume from a checkpoint"
             )
         groups = given_groups(optimizer)
         set_local_rank(self.local_rank, self.device)

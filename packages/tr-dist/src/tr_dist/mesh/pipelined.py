@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from tr_dist.base import before_clearing
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.mesh.data_ranks import own_group
 from tr_dist.mesh.direction import Direction, sizes_of
@@ -109,7 +110,11 @@ class PipelinedMesh(Mesh):
         self._check_gradients(self.unwrap(model))
         for parameter in self._shared:
             dist.all_reduce(_local(cast("torch.Tensor", parameter.grad)), group=self._pairs)
-        yield from zip(given, losses, strict=True)
+        self._is_within = True
+        try:
+            yield from zip(given, losses, strict=True)
+        finally:
+            self._is_within = False
 
     def _share_of(self, gradient: torch.Tensor) -> float:
         stages = 2 if any(gradient is parameter.grad for parameter in self._shared) else 1  # those that hold it
@@ -122,6 +127,15 @@ class PipelinedMesh(Mesh):
             ValueError: they have not.
         """
         OptimizerOfStages(self._stages, optimizer).groups()
+        self._is_within = False
+        before_clearing(optimizer, self._check_clearing)
+
+    def _check_clearing(self) -> None:
+        if self._is_within:
+            raise RuntimeError(
+                "zero_grad() between the micro-batches of a step, which pp_size computes together: it would drop the "
+                "gradients of all; call it after the step"
+            )
 
     def window_metrics(self) -> dict[str, torch.Tensor]:
         """Return the largest of what the stages measured, on every rank. Collective. Sync: once a log."""
