@@ -265,7 +265,12 @@ class FSDP(OnRanks):
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer.zero_grad` drop the gradients of a step's first micro-batches, which are not in `.grad`."""
-        before_clearing(optimizer, lambda: self._syncs is False and drop_held(self.unwrap(model)))
+
+        def drop() -> None:
+            if self._syncs is False:
+                drop_held(self.unwrap(model))
+
+        before_clearing(optimizer, drop)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`: the same one, also from under `torch.compile`."""
