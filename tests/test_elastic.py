@@ -146,7 +146,9 @@ def killed(subject, root, legs, options):
 
 
 # The other pairs are among the schedules of the night.
-@pytest.mark.parametrize(("subject", "strategy"), [("dense", "fsdp"), ("images", "ddp")])
+@pytest.mark.parametrize(
+    ("subject", "strategy"), [("dense", "fsdp"), pytest.param("images", "ddp", marks=pytest.mark.slow)]
+)
 def test_one_two_and_four_processes_end_with_the_same_bits(subject, strategy, tmp_path):
     options = ELASTIC | STRATEGIES[strategy]
     whole = run(subject, tmp_path, (1,), options)

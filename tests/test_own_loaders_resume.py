@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared.cases import every_second
 
 sys.path.insert(0, str(Path(__file__).parent))
 from own_loaders import DRAWN, EPOCHS, IN_THIS_PROCESS, SAMPLERS, STEPS_AN_EPOCH, WITH_WORKERS, train
@@ -33,7 +34,7 @@ def assert_goes_on(kind, folder, steps, **changes):
 
 
 @of_these_or_at_night_of_all(5, 6, 8)
-@pytest.mark.parametrize("kind", IN_THIS_PROCESS)
+@pytest.mark.parametrize("kind", every_second(IN_THIS_PROCESS))
 def test_a_run_killed_after_any_step_goes_on_bit_equal(kind, steps, tmp_path):
     assert_goes_on(kind, tmp_path, steps)
 
@@ -79,7 +80,7 @@ def test_a_generator_that_sampler_and_data_share_goes_on_where_both_have_left_it
 @pytest.mark.parametrize(
     "kind",
     [
-        *(f"sampler: {kind}" for kind in SAMPLERS),
+        *every_second(f"sampler: {kind}" for kind in SAMPLERS),
         "data with its own generator",
         "sampler: of a generator of NumPy, data with its own generator",
     ],

@@ -420,8 +420,8 @@ class SizedStream(Stream):
     ("before", "after"),
     [
         ({}, {"per_device_train_batch_size": 2}),
-        ({}, {"per_device_train_batch_size": 8}),
-        ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 1}),
+        pytest.param({}, {"per_device_train_batch_size": 8}, marks=pytest.mark.slow),
+        pytest.param({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 1}, marks=pytest.mark.slow),
         ({}, {"gradient_accumulation_steps": 3}),
     ],
     ids=["half the batch", "twice the batch", "half the accumulation", "more accumulation"],

@@ -73,7 +73,7 @@ def trials(folder):
 
 
 @pytest.mark.parametrize("backend", ["random", "optuna"])
-@pytest.mark.parametrize("step", [5, 7, 11])
+@pytest.mark.parametrize("step", [7, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 11))])
 def test_a_trial_that_was_interrupted_goes_on_from_its_checkpoint(tmp_path, backend, step):
     def options():
         sampler = {"sampler": optuna.samplers.TPESampler(seed=1)} if backend == "optuna" else {}

@@ -14,6 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from optimizer_settings import SETTINGS, Setting
+from shared.cases import every_second
 from shared.results import history
 from shared.second_device import DEVICE, MixedDevices, SecondDevice
 
@@ -471,7 +472,7 @@ TORCH = [Setting(name) for name in ("adamw_torch", "adamw_torch_fused", "sgd", "
 MUON = [Setting("muon")] if hasattr(torch.optim, "Muon") else []  # from torch 2.9 on
 
 
-@pytest.mark.parametrize("setting", [*TORCH, *MUON, *SETTINGS], ids=str)
+@pytest.mark.parametrize("setting", [*TORCH, *MUON, *every_second(SETTINGS)], ids=str)
 def test_every_optimizer_ends_on_the_device_as_on_the_cpu_and_reads_nothing_in_a_step(tmp_path, setting):
     """A projecting one finds new bases in the fourth step, a lazy one also in the second."""
     here, there = on_both(tmp_path, **setting.arguments, max_steps=4)

@@ -100,7 +100,9 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [(0,), (3,), (40,), (41, 42), (59,), (35, 58)])
+@pytest.mark.parametrize(
+    "at", [(0,), (41, 42), (35, 58), *(pytest.param((step,), marks=pytest.mark.slow) for step in (3, 40, 59))]
+)
 def test_the_end_is_that_without_the_batches(kind, at, tmp_path):
     if kind == "a spike" and min(at) < 32:
         pytest.skip("too few losses before it")
@@ -123,7 +125,7 @@ def test_every_step_of_sixty(kind, twice, tmp_path):
         assert not torch.equal(found[0]["layers.0.weight"], plain[0]["layers.0.weight"])
 
 
-@pytest.mark.parametrize("kill_at", [30, 44])
+@pytest.mark.parametrize("kill_at", [pytest.param(30, marks=pytest.mark.slow), 44])
 def test_a_resume_before_and_after_a_fault_ends_the_same(kill_at, tmp_path):
     wanted = train(str(tmp_path / "without"), rows(STEPS + 1, {40: None}))
     data, folder = rows(STEPS + 1, {40: 1}), str(tmp_path / "with")

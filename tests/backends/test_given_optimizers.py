@@ -8,6 +8,7 @@ from tr_core import Trainer, TrainingArguments
 from tr_dist.testing import run_ranks
 
 pytestmark = pytest.mark.column("fsdp", "mesh")
+OVERRIDDEN = "built by an override, and changed"
 TWO = {
     "shards": {**SHARDED, "per_device_train_batch_size": 2},
     "tp": {"parallelism_config": "tp=2", "per_device_train_batch_size": 4},
@@ -56,8 +57,17 @@ def train(folder, options, way):
     return history, weights
 
 
-@pytest.mark.parametrize("way", ["given", "built by an override, and changed"])
-@pytest.mark.parametrize("name", ["shards", pytest.param("tp", marks=pytest.mark.slow), "pp"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("shards", "given"),
+        ("pp", OVERRIDDEN),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("shards", OVERRIDDEN), ("pp", "given"), ("tp", "given"), ("tp", OVERRIDDEN)]
+        ),
+    ],
+)
 def test_an_optimizer_of_before_trains_a_divided_model(name, way, tmp_path):
     alone = train(str(tmp_path / "alone"), {"per_device_train_batch_size": 4}, way)
     found = run_ranks(train, 2, str(tmp_path / "two"), TWO[name], way, timeout_s=180)
