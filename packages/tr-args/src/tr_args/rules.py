@@ -142,7 +142,7 @@ def _parallelism(args: AllFields) -> Iterator[Rule]:
         both = ("parallelism_config", "deepspeed")
         yield (
             both,
-            "is not read with ZeRO, whose configuration says how it divides; leave deepspeed out, and shard by fsdp",
+            "is not read with ZeRO, whose configuration says how it divides; leave deepspeed out; shard by fsdp",
         )
     together = " and ".join(name for name in (*WITHIN_SAMPLES, "ep_size") if sizes.get(name, 1) > 1)
     if together and args.strategy not in ("auto", "mesh"):
