@@ -100,7 +100,11 @@ def expected(strategy, steps):
     return [*made, ("End of training", held | MODEL | RUN | CARD)]
 
 
-@pytest.mark.parametrize("save_async", [False, True])
+# Every change saves in the background; a night saves at once too.
+SAVES = pytest.mark.parametrize("save_async", [pytest.param(False, marks=pytest.mark.slow), True])
+
+
+@SAVES
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_each_strategy_pushes_exactly_its_files(strategy, save_async, hub, tmp_path):
     """In every commit, with older checkpoints removed from the disk meanwhile."""
@@ -415,7 +419,7 @@ def digest(trainer):
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("save_async", [False, True])
+@SAVES
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_a_run_goes_on_from_the_hub_on_a_fresh_machine_and_ends_with_the_same_bits(strategy, save_async, hub, tmp_path):
     alone = make_trainer(tmp_path / "alone" / "run", hub, push_to_hub=False)
@@ -443,7 +447,7 @@ class Preempted(TrainerCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("save_async", [False, True])
+@SAVES
 def test_what_a_signal_has_saved_is_pushed_before_the_process_ends(save_async, hub, tmp_path):
     """Also where an earlier push was under way when it was saved: on the Hub alone it outlives the machine."""
     alone = make_trainer(tmp_path / "alone" / "run", hub, push_to_hub=False)

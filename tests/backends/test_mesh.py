@@ -497,7 +497,8 @@ def exchange(folder, name):
     return forward.found, backward.found, logits, (bytes_of[1] - bytes_of[0]) / (3 * 4)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "plain"])
 def test_a_step_exchanges_what_the_page_says(name, tmp_path):
     layers, size, pairs = (2, 8, 1) if name == "plain" else (2, 16, 2)
     kinds = (name, f"{name}, loss in parts", f"{name}, in pieces")

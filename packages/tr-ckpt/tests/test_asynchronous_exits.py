@@ -43,7 +43,7 @@ def run(directory, script, waits="threading.main_thread().is_alive()"):
     ("ending", "code"),
     [
         ("pass", 0),
-        ("sys.exit(3)", 3),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.slow),
         ("raise RuntimeError('on purpose')", 1),
         ("os.kill(os.getpid(), signal.SIGINT)", -2),
     ],
@@ -55,7 +55,9 @@ def test_a_script_that_ends_waits_for_the_write(ending, code, tmp_path):
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("ending", ["os._exit(9)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "ending", ["os._exit(9)", pytest.param("os.kill(os.getpid(), signal.SIGKILL)", marks=pytest.mark.slow)]
+)
 def test_a_process_that_is_killed_loses_the_write_under_way_alone(ending, tmp_path):
     ended = run(tmp_path, f"checkpointer.save(2, parts(20))\n{ending}\n", waits="True")
     assert ended.returncode in (9, -9), ended.stderr

@@ -51,7 +51,7 @@ def operations(directory: Path, before: list[tuple[int, int]], step: int, **opti
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scenario", ["next", *AT_NIGHT])
-@pytest.mark.parametrize("mode", ["kill", "tear"])
+@pytest.mark.parametrize("mode", ["kill", pytest.param("tear", marks=pytest.mark.slow)])
 def test_a_kill_before_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, mode, scenario, way, caplog):
     before, step, right = SCENARIOS[scenario]
     outcomes = []
@@ -89,7 +89,7 @@ def test_a_kill_in_the_clearing_up_after_a_kill_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["one stays", "in the background"])
-@pytest.mark.parametrize("mode", ["error", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("error", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("scenario", ["next", *AT_NIGHT])
 def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new_checkpoint(tmp_path, scenario, mode, way, caplog):
     before, step, right = SCENARIOS[scenario]

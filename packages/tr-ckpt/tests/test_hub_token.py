@@ -75,7 +75,14 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    ("given", "right"), [("argument", True), ("argument", False), ("environment", True), ("login", False)]
+    ("given", "right"),
+    [
+        ("argument", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("argument", False), ("environment", True), ("login", False)]
+        ),
+    ],
 )
 def test_a_token_is_nowhere(given, right, hub, tmp_path):
     """In a process of its own, whose files, output and tracebacks with local variables are all searched."""

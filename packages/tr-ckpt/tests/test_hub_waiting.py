@@ -157,7 +157,7 @@ def go_on(process):
     process.stdin.flush()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_wait_with_a_summary(number, hub, tmp_path, start):
     begin, output = start
     process = begin("end")

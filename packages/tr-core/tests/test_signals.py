@@ -268,7 +268,14 @@ with StopSignals(int, watches=True):
 """
 
 
-@pytest.mark.parametrize("names", [["SIGINT", "SIGINT"], ["SIGUSR1", "SIGTERM"], ["SIGTERM", "SIGTERM"]], ids="-".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["SIGINT", "SIGINT"],
+        *(pytest.param([name, "SIGTERM"], marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGTERM")),
+    ],
+    ids="-".join,
+)
 def test_a_second_signal_ends_a_process_at_once_that_is_in_a_call_which_python_cannot_interrupt(tmp_path, names):
     command = [sys.executable, "-c", DEAF, str(tmp_path / "store"), *names]
     end = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
