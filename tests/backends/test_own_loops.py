@@ -10,6 +10,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "tr-dist" / "tests"))
 
 from loop_runs import distributed, plain, strategy_named
+from torch import nn
+from torch.utils.data import DataLoader
 
 from tr_dist import Loop
 from tr_dist.testing import run_ranks
@@ -46,6 +48,44 @@ def test_two_ranks_train_as_the_plain_loop_does_in_one_process(strategy):
     for rank in ranks:
         torch.testing.assert_close(rank[1], predictions, rtol=TOLERANCE, atol=TOLERANCE)
     assert sorted(ranks[0][2] + ranks[1][2]) == sorted([*range(29)] * 2)
+
+
+def skip_a_step(strategy, at):
+    """Leave out a step whose last micro-batch fails at its first layer or in its backward; return the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    data = [(torch.sin(torch.arange(4.0) + number), number % 2) for number in range(64)]
+    with Loop(strategy_named(strategy), gradient_accumulation_steps=2) as loop:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped, optimizer, loader = loop.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        for number, (x, y) in enumerate(loader):
+            try:
+                output = wrapped(x)
+                if number == 3:
+                    if at == "forward":
+                        raise ArithmeticError
+                    output.register_hook(fail)
+                loop.backward(nn.functional.cross_entropy(output, y))
+            except ArithmeticError:
+                optimizer.zero_grad()
+                continue
+            if at is not None or number not in (2, 3):
+                optimizer.step()
+            optimizer.zero_grad()
+        return loop.strategy.full_state_dict(wrapped)
+
+
+def fail(gradient):
+    raise ArithmeticError
+
+
+@pytest.mark.column("ddp", "fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_a_step_that_failed_and_was_cleared_leaves_no_gradient(strategy, at):
+    wanted = run_ranks(skip_a_step, 2, strategy, None, timeout_s=100)[0]
+    found = run_ranks(skip_a_step, 2, strategy, at, timeout_s=100)[0]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def accumulate_otherwise():

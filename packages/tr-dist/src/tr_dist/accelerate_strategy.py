@@ -237,6 +237,7 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
         self._whole = "FULL" in str(plugin.state_dict_type)
         self._finds_unused = bool(handler and handler.find_unused_parameters)
         self._syncs: bool | None = None
+        self._holds = False
         self._earlier = {}
 
     def prepare(self, model: nn.Module) -> nn.Module:

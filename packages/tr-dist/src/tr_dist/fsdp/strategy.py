@@ -185,6 +185,7 @@ class FSDP(OnRanks):
         super().__init__(environment, device, precision=precision, backend=backend, **group)
         self.mesh = self._make_mesh(environment)
         self._syncs: bool | None = None
+        self._holds = False
 
     @classmethod
     def from_arguments(cls, args: Any) -> FSDP:
@@ -264,11 +265,12 @@ class FSDP(OnRanks):
             cast("Any", module).set_custom_reduce_scatter(comm)  # whose class torch does not give out
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Have `optimizer.zero_grad` drop the gradients of a step's first micro-batches, which are not in `.grad`."""
+        """Have `optimizer.zero_grad` drop the gradients of a step that is not complete, which are not in `.grad`."""
 
         def drop() -> None:
-            if self._syncs is False:
+            if self._holds:
                 drop_held(self.unwrap(model))
+                self._holds = False
 
         before_clearing(optimizer, drop)
 
@@ -288,6 +290,7 @@ class FSDP(OnRanks):
         yield
         if sync:
             self._check_gradients(self.unwrap(model))
+            self._holds = False
 
     @contextmanager
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:
@@ -300,9 +303,10 @@ class FSDP(OnRanks):
         """
         self._exchange(model, sync=True)
         yield
+        self._holds = False
 
     def _exchange(self, model: nn.Module, *, sync: bool) -> None:
-        inner = self._prepared(model, FSDPModule)
+        inner, self._holds = self._prepared(model, FSDPModule), True
         if self._syncs is not sync:
             inner.set_requires_gradient_sync(sync)
             self._syncs = sync
