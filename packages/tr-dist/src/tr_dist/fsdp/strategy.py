@@ -270,7 +270,6 @@ class FSDP(OnRanks):
         def drop() -> None:
             if self._holds:
                 drop_held(self.unwrap(model))
-                self._holds = False
 
         before_clearing(optimizer, drop)
 
