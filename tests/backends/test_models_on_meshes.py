@@ -110,7 +110,8 @@ def test_a_model_gives_the_numbers_of_one_process_or_is_refused(name, tmp_path):
         forms = forms_of(name)
         expected, dtype = alone(str(tmp_path / "alone"), name)
     except Exception as error:  # the sizes here fit most models, not all
-        pytest.skip(f"cannot be built and trained small: {type(error).__name__}: {str(error)[:80]}")
+        print(f"{type(error).__name__}: {error}")
+        pytest.skip("it cannot be built or trained small")
     forms = [form for form in forms if form not in OTHERWISE.get(name, ())]
     for form in forms:
         found = run_ranks(in_rank, 2, str(tmp_path / form), name, form, dtype, timeout_s=120)
