@@ -42,6 +42,7 @@ def test_a_run_after_one_that_failed_has_the_same_bits(tmp_path, variant):
 
 @pytest.mark.column("deepspeed")
 def test_weights_that_are_half_gathered_by_zero_3_are_refused(tmp_path):
+    pytest.importorskip("deepspeed")
     options = shared("zero_3", 4, 2, accumulation=3)
     with pytest.raises(Exception, match="left weights half gathered"):
         run_on("zero_3", train, 2, str(tmp_path), options, ArithmeticError(), 2, 0)
