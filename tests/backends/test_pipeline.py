@@ -211,6 +211,20 @@ def test_what_a_run_of_stages_may_have_beside_gives_the_numbers_of_one_process(o
         assert_close(rank, alone, tolerance)
 
 
+def train_frozen(folder, options):
+    model = tied()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    return train_model(folder, model, options)
+
+
+@pytest.mark.slow
+def test_tied_words_may_be_frozen(tmp_path):
+    options = {"gradient_accumulation_steps": 2}
+    alone = train_frozen(str(tmp_path / "alone"), ALONE | options)
+    for rank in run_ranks(train_frozen, 2, str(tmp_path / "mesh"), FORMS["pp 2"][1] | options, timeout_s=300):
+        assert_close(rank, alone, 2e-5)
+
+
 class Own(Trainer):
     """Logs a metric where the loss is computed, and keeps what an evaluation predicts."""
 

@@ -109,7 +109,8 @@ class PipelinedMesh(Mesh):
         losses = self._pipeline.run(given, step)
         self._check_gradients(self.unwrap(model))
         for parameter in self._shared:
-            dist.all_reduce(_local(cast("torch.Tensor", parameter.grad)), group=self._pairs)
+            if parameter.grad is not None:  # of both ends; it may be frozen
+                dist.all_reduce(_local(parameter.grad), group=self._pairs)
         self._is_within = True
         try:
             yield from zip(given, losses, strict=True)
