@@ -84,9 +84,8 @@ def in_rank(folder, name, form, dtype):
     except Exception as error:
         # Of a fault of ours, an AttributeError perhaps, the note about meshes makes no refusal.
         notes = getattr(error, "__notes__", ()) if isinstance(error, REFUSALS) else ()
-        return " ".join(
-            [f"{type(error).__name__}: {error}", *notes, str(error.__cause__)]
-        )  # ours is a schedule's cause
+        cause = str(error.__cause__)  # a schedule's error has ours as its cause
+        return " ".join([f"{type(error).__name__}: {error}", *notes, cause])
 
 
 def alone(folder, name):

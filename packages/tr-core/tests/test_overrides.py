@@ -1,6 +1,7 @@
 """Methods that subclasses override are called as the reference calls them, and act."""
 
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
@@ -61,6 +62,20 @@ def test_an_optimizer_can_be_made_for_a_part_of_the_model(make_trainer):
     trainer.train()
     assert torch.equal(trainer.model.layers[0].weight, before)
     assert sum(len(members) for members in trainer.get_optimizer_group()) == 2
+
+
+def test_gradients_that_an_override_leaves_are_in_no_step(make_trainer, model):
+    class Own(Trainer):
+        def create_optimizer(self):
+            self.model.layers[0].weight.sum().backward()  # as one that looks at gradients to begin with does
+            return super().create_optimizer()
+
+    ends = []
+    for kind in (Own, Trainer):
+        trainer = make_trainer(trainer_class=kind, model=deepcopy(model))
+        trainer.train()
+        ends.append(trainer.model.layers[0].weight)
+    assert torch.equal(*ends)
 
 
 # The order of the samples

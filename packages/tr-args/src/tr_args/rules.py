@@ -139,11 +139,8 @@ def _sharding(args: AllFields) -> Iterator[Rule]:
 def _parallelism(args: AllFields) -> Iterator[Rule]:
     sizes = args.parallelism_config or {}
     if sizes and args.deepspeed:
-        both = ("parallelism_config", "deepspeed")
-        yield (
-            both,
-            "is not read with ZeRO, whose configuration says how it divides; leave deepspeed out; shard by fsdp",
-        )
+        words = "is not read with ZeRO, whose configuration says how it divides; leave deepspeed out; shard by fsdp"
+        yield ("parallelism_config", "deepspeed"), words
     together = " and ".join(name for name in (*WITHIN_SAMPLES, "ep_size") if sizes.get(name, 1) > 1)
     if together and args.strategy not in ("auto", "mesh"):
         yield ("parallelism_config", "strategy"), f"divides a model by {together} with strategy='mesh' or 'auto'"

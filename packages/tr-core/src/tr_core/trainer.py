@@ -906,6 +906,7 @@ class Trainer(TransformersAttributes):
         seed = self.args.seed + (0 if self.args.elastic else self.strategy.data.rank)
         set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
         self.renew_model()
+        self.model.zero_grad(set_to_none=True)  # a failed run may have left gradients, and gathered parameters
         check_quantized(self.model)
         align_special_tokens(self.model, self.processing_class)
         with (
@@ -981,7 +982,6 @@ class Trainer(TransformersAttributes):
         args, strategy = self.args, self.strategy
         with stage("model to device"):
             self.prepare()
-            self.model.zero_grad(set_to_none=True)  # a manual backward pass or a failed run may have left gradients
         self.check_setup()
         if not self.has_own_checkpointer:  # a user's checkpointer has its own folder
             check_output_dir(args, args.output_dir, strategy)
@@ -1005,6 +1005,7 @@ class Trainer(TransformersAttributes):
             strategy.bind_optimizer(self.model_wrapped, optimizer)
         self.state = self._fresh_state(plan)
         self.loaders["train_dataloader"] = loader
+        self.model.zero_grad(set_to_none=True)  # an override, as of create_optimizer, may have made a backward pass
         run = Run.begin(cast("TrainerMethods", self), strategy, plan, data, optimizer, schedule)
         run.ignore_keys, run.legs, run.goes_on = ignore_keys, legs, legs is not None and legs.restore(run)
         run.updates.own_clip = self._clip_grad_norm if self.overrides("_clip_grad_norm") else None

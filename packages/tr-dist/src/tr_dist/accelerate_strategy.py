@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import OnRanks, check_trainable, common_options, precision_of
+from tr_dist.base import OnRanks, before_clearing, check_trainable, common_options, precision_of
 from tr_dist.ddp import DDP
 from tr_dist.environment import LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, free_gathered
 from tr_dist.process_group import ProcessGroup, leave_at_exit
 from tr_dist.replica import Replica
-from tr_dist.sharded_model import broadcast_values, clears_held, synced_generation
+from tr_dist.sharded_model import broadcast_values, drop_held, synced_generation
 
 _OF_THE_GROUP = ("backend", "timeout_s", "hang_timeout_s")
 _TIMEOUT_S = 1800.0
@@ -236,8 +236,6 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
         plugin, handler = accelerator.state.fsdp_plugin, accelerator.ddp_handler
         self._whole = "FULL" in str(plugin.state_dict_type)
         self._finds_unused = bool(handler and handler.find_unused_parameters)
-        self._syncs: bool | None = None
-        self._holds = False
         self._earlier = {}
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -265,7 +263,7 @@ class AcceleratedShards(AcceleratorStrategy, FSDP):  # pyright: ignore[reportInc
                 cast("nn.Module", module).register_forward_hook(free_gathered)
         if self._finds_unused:
             sharded.set_reduce_scatter_unused_params(True)
-        clears_held(sharded)
+        before_clearing(sharded, lambda: drop_held(sharded))
         synced_generation(sharded, self.sum, self.device)
         if callable(getattr(sharded, "generate", None)):
             register_fsdp_forward_method(sharded, "generate")

@@ -41,16 +41,27 @@ def consumes_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "fused_in_backward", False)
 
 
-def before_clearing(optimizer: torch.optim.Optimizer, do: Callable[[], None]) -> None:
-    """Have `optimizer.zero_grad` call `do` first, and nothing that this function gave it before."""
-    clear = getattr(optimizer.zero_grad, "own", optimizer.zero_grad)
+def before_clearing(owner: torch.optim.Optimizer | nn.Module, do: Callable[[], None]) -> None:
+    """Have `owner.zero_grad` call `do` first, and nothing that this function gave it before."""
+    clear = getattr(owner.zero_grad, "own", owner.zero_grad)
 
     def zero_grad(set_to_none: bool = True) -> None:
         do()
         clear(set_to_none)
 
     cast("Any", zero_grad).own = clear
-    optimizer.zero_grad = zero_grad
+    owner.zero_grad = zero_grad
+
+
+def refuse_clearing(strategy: Any, optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Have `optimizer.zero_grad` raise `RuntimeError` while `strategy._is_within` a step; `why` says why."""
+    strategy._is_within = False
+
+    def check() -> None:
+        if strategy._is_within:
+            raise RuntimeError(f"zero_grad() between the micro-batches of a step, {why}; call it after the step")
+
+    before_clearing(optimizer, check)
 
 
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import OnRanks, before_clearing, check_trainable, clip_to_norm, common_options, some_of
+from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, refuse_clearing, some_of
 from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, ReduceScatter
 from tr_dist.members import Members
@@ -92,15 +92,8 @@ class Elastic:
                 "backward pass; choose another optim, such as adamw_torch"
             )
         super().bind_optimizer(model, optimizer)  # type: ignore[misc]
-        self._is_within = False
-        before_clearing(optimizer, self._check_clearing)
-
-    def _check_clearing(self) -> None:
-        if self._is_within:
-            raise RuntimeError(
-                "zero_grad() between the micro-batches of a step, whose shards elastic adds up: what it drops would "
-                "depend on the number of processes; call it after the step"
-            )
+        why = "whose shards elastic adds up: what it drops would depend on the number of processes"
+        refuse_clearing(self, optimizer, why)
 
     def run_micro_batches(
         self,

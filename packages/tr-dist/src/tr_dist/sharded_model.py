@@ -1,4 +1,4 @@
-"""Broadcast the values of rank 0, gather a sharded model's full state dict, clear its gradients, and generate in step.
+"""Broadcast the values of rank 0, gather a sharded model's full state dict, drop its gradients, and generate in step.
 
 Values are broadcast before or after the model is sharded. Ranks that share one model's weights must make the same
 number of forward passes, also if a model has its own `generate`.
@@ -138,17 +138,6 @@ def drop_held(model: nn.Module) -> None:
                         held.unsharded_accumulated_grad = None
                         if hasattr(held, "_unsharded_param"):  # gathered once
                             held._unsharded_param.grad = None
-
-
-def clears_held(model: nn.Module) -> None:
-    """Have `model.zero_grad` drop what `fully_shard` holds too."""
-    clear = model.zero_grad
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        drop_held(model)
-        clear(set_to_none)
-
-    model.zero_grad = zero_grad
 
 
 def synced_generation(model: nn.Module, total: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:

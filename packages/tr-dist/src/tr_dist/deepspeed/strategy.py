@@ -177,7 +177,8 @@ class DeepSpeed(OnRanks):
         check_optimizer(optimizer, inner.module, self.stage)
         if inner.engine is not None:
             inner.drop_engine()
-        if any(str(getattr(p, "ds_status", "")).endswith("INFLIGHT") for p in inner.module.parameters()):
+        states = (getattr(p, "ds_status", None) for p in inner.module.parameters())
+        if any(getattr(state, "name", None) == "INFLIGHT" for state in states):
             raise RuntimeError(
                 "a forward that failed left weights half gathered (ZeRO stage 3), of which DeepSpeed makes no other "
                 "engine; build the model and the Trainer again, and resume from a checkpoint"

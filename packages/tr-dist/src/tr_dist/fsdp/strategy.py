@@ -29,7 +29,6 @@ from tr_dist.fsdp.settings import Sharding, choose_units
 from tr_dist.sharded_model import (
     FullStateModel,
     broadcast_values,
-    clears_held,
     drop_held,
     fill_shards,
     full_state_dict,
@@ -158,6 +157,8 @@ class FSDP(OnRanks):
     acts_on = frozenset({"fsdp"})
     forward_is_collective = True
     reduces_by: type[ReduceScatter] = ReduceScatter
+    _syncs: bool | None = None
+    _holds = False  # gradients of a step that is not complete
 
     def __init__(
         self,
@@ -184,8 +185,6 @@ class FSDP(OnRanks):
         group = {"timeout_s": timeout_s, "hang_timeout_s": hang_timeout_s}
         super().__init__(environment, device, precision=precision, backend=backend, **group)
         self.mesh = self._make_mesh(environment)
-        self._syncs: bool | None = None
-        self._holds = False
 
     @classmethod
     def from_arguments(cls, args: Any) -> FSDP:
@@ -240,7 +239,7 @@ class FSDP(OnRanks):
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
-        clears_held(model)
+        before_clearing(model, lambda: drop_held(model))
         synced_generation(model, self.sum, self.device)
         if callable(getattr(model, "generate", None)):
             # Some models call parts, such as an encoder, by themselves before the model's own forward.

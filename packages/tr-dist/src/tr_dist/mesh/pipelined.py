@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from tr_dist.base import before_clearing
+from tr_dist.base import refuse_clearing
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.mesh.data_ranks import own_group
 from tr_dist.mesh.direction import Direction, sizes_of
@@ -128,15 +128,8 @@ class PipelinedMesh(Mesh):
             ValueError: they have not.
         """
         OptimizerOfStages(self._stages, optimizer).groups()
-        self._is_within = False
-        before_clearing(optimizer, self._check_clearing)
-
-    def _check_clearing(self) -> None:
-        if self._is_within:
-            raise RuntimeError(
-                "zero_grad() between the micro-batches of a step, which pp_size computes together: it would drop the "
-                "gradients of all; call it after the step"
-            )
+        why = "which pp_size computes together: it would drop the gradients of all"
+        refuse_clearing(self, optimizer, why)
 
     def window_metrics(self) -> dict[str, torch.Tensor]:
         """Return the largest of what the stages measured, on every rank. Collective. Sync: once a log."""
