@@ -494,8 +494,8 @@ REFUSED = {
     ),
     # Models and optimizers
     "a model that was deleted": (after(lambda trainer: delattr(trainer, "model")), "model"),
-    "no model for a run": (after(put("model", None)), "model"),
-    "no model for an evaluation": (lambda make: then(put("model", None))(make).evaluate(rows(4)), "model"),
+    "no model for a run": (after(put("model", None)), "trainer.model is None; assign a model"),
+    "no model for an evaluation": (lambda make: then(put("model", None))(make).evaluate(rows(4)), "model is None"),
     "a model of half precision with float data": (lambda make: make(model=Net().half()).train(), "dtype"),
     "weights on the meta device": (lambda make: make(model=Net().to("meta")).train(), "meta"),
     "a layer without weights yet": (

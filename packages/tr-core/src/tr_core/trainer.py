@@ -351,6 +351,7 @@ class Trainer(TransformersAttributes):
         if self.model_init is not None and not self._model_is_fresh:
             self._set_model(self.call_model_init(self.trial))
         self._model_is_fresh = False
+        self._check_has_model()
 
     def prepare(self) -> nn.Module:
         """Apply assignments, prepare the model with the strategy if needed, and return it wrapped.
@@ -361,8 +362,7 @@ class Trainer(TransformersAttributes):
             ValueError: an argument changed that the Trainer was built with, arguments contradict each other now, or
                 the strategy cannot apply the replacement.
         """
-        if self.model is None:
-            raise ValueError("trainer.model is None; assign a model before it is trained, evaluated or saved")
+        self._check_has_model()
         if self._is_built:
             if self.args.num_assignments != self._settled_assignments:
                 make_folders_absolute(self.args.check())
@@ -471,6 +471,10 @@ class Trainer(TransformersAttributes):
         self._set("args", args)
         self._bind_process()
         self._derive()
+
+    def _check_has_model(self) -> None:
+        if self.model is None:
+            raise ValueError("trainer.model is None; assign a model before it is trained, evaluated or saved")
 
     def _check_loss_func(self) -> None:
         """Refuse a `compute_loss_func` that is not a function, unless an override may divide by itself."""

@@ -62,7 +62,7 @@ class Preemption:
         self._agreement = FlagSync(strategy) if strategy.world_size > 1 else None
         if self._agreement is not None:
             self._listeners |= dict.fromkeys(("on_train_begin", "on_epoch_end"), self._after_other)
-        self.signals = StopSignals(self._note, watches=strategy.world_size > 1)
+        self.signals = StopSignals(self._note)
         self._agreed, self._is_leaving = 0, False
         self._error: Exception | None = None
         self._before_evaluation: _StateBeforeEvaluation | None = None

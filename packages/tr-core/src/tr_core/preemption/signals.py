@@ -60,21 +60,22 @@ class StopSignals:
     into the background. A handler of the user or of a library stays. Outside of the main thread Python allows no
     handlers, and none are set. The block restores everything at its end.
 
+    A thread counts the signals too: the main thread may be in a call that Python cannot interrupt, as an exchange with
+    a hanging rank, and it sees two equal signals as one if they come before it can run their handler.
+
     A process forked in this block inherits the handlers; there they act as the former ones would.
 
     Args:
         notify: called, once, by the handler of the first signal. It may run between any two operations of the main
             thread.
-        watches: use a thread to end the process at the second signal also while the main thread cannot be interrupted.
-            That happens in an exchange with a hanging rank.
 
     Attributes:
         number: the first signal that came; 0 if none has.
     """
 
-    def __init__(self, notify: Callable[[], None], *, watches: bool = False) -> None:
+    def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
-        self._watch = _Watch() if watches and os.name != "nt" else None
+        self._watch = _Watch()
         self._process = os.getpid()
         self._former: dict[int, Any] = {}
         self._came: list[int] = []
@@ -103,13 +104,12 @@ class StopSignals:
                     "it. signal.signal(signal.%s, signal.SIG_DFL) before train() takes it away",
                     *[signal.Signals(number).name] * 2,
                 )
-        if self._watch is not None and self._former:
+        if self._former and os.name != "nt":
             self._watch.start(frozenset(self._former))
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+        self._watch.stop()
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former = {}
@@ -132,22 +132,20 @@ class _Watch:
     """Counts signals in a thread, at the moment they arrive."""
 
     _current: _Watch | None = None
-
-    def __init__(self) -> None:
-        self._read, self._write = -1, -1
+    _write = -1
 
     def start(self, numbers: frozenset[int]) -> None:
         """Start, unless something else receives the signals, as an event loop does."""
-        self._read, self._write = os.pipe()
+        read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         former = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if former != -1:
             signal.set_wakeup_fd(former)
-            os.close(self._read)
+            os.close(read)
             os.close(self._write)
             return
         _Watch._current = self
-        threading.Thread(target=self._count, args=(self._read, numbers), daemon=True, name="second signals").start()
+        threading.Thread(target=self._count, args=(read, numbers), daemon=True, name="second signals").start()
 
     def stop(self) -> None:
         """End the thread."""
@@ -192,8 +190,7 @@ def _end_at_once(number: int) -> None:
     with contextlib.suppress(Exception):
         for child in multiprocessing.active_children():
             child.kill()
-    name = signal.Signals(number).name
-    text = f"{name}, the second signal: stopping at once; complete checkpoints stay as they are"
+    text = f"{signal.Signals(number).name}, the second signal: stopping at once; complete checkpoints stay as they are"
     with contextlib.suppress(OSError):
         shown = "\x1b[?25h" if os.isatty(2) else ""  # a bar hides the cursor
         os.write(2, f"{shown}\n{text}\n".encode())
