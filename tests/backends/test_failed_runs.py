@@ -1,5 +1,6 @@
 """A step that failed leaves nothing behind: what the same Trainer trains after it is what it would have been."""
 
+import copy
 import itertools
 
 import pytest
@@ -63,7 +64,7 @@ def test_memory_that_runs_out_between_micro_batches_of_one_process_leaves_no_gra
     options = {**MEMORY[kind], "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
     arguments = ({**options, "auto_find_batch_size": True}, torch.OutOfMemoryError("CUDA out of memory."), 4)
     if kind == "zero_2":
-        with pytest.raises(Exception, match="gradients of a step that is not made cannot be dropped: ZeRO stage 2"):
+        with pytest.raises(Exception, match="which ZeRO stage 2 holds; set per_device_train_batch_size"):
             run_ranks(train, 1, str(tmp_path / "less"), *arguments, timeout_s=100)
         return
     [(logs, _)] = run_ranks(train, 1, str(tmp_path / "alone"), options, timeout_s=100)
@@ -71,13 +72,36 @@ def test_memory_that_runs_out_between_micro_batches_of_one_process_leaves_no_gra
     assert [*itertools.chain(*found)] == pytest.approx([*itertools.chain(*logs)], rel=2e-3 if kind == "bf16" else 1e-5)
 
 
-def clear(folder, options):
-    trainer_of(folder, options, [Clears()]).train()
+KEEPING = {
+    "elastic": ({}, "what it drops would depend on the number of processes"),
+    "elastic shards": ({"fsdp": "full_shard"}, "what it drops would depend on the number of processes"),
+    "zero_2": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "which ZeRO stage 2 holds"),
+}
 
 
-@pytest.mark.column("fsdp")
-@pytest.mark.parametrize("shards", [{}, {"fsdp": "full_shard"}])
-def test_gradients_that_are_added_up_over_processes_cannot_be_dropped_within_a_step(tmp_path, shards):
-    options = {**shards, "elastic": "bitwise", "virtual_shards": 4, "gradient_accumulation_steps": 2}
-    with pytest.raises(Exception, match="what it drops would depend on the number of processes"):
-        run_ranks(clear, 2, str(tmp_path), {**options, "optim": "adamw_torch"}, timeout_s=100)
+def clear(folder, options, owner):
+    trainer = trainer_of(folder, options, [clears := Clears(owner)])
+    with pytest.raises(RuntimeError, match="zero_grad") as found:
+        trainer.train()
+    trainer.remove_callback(clears)
+    trainer.train()  # the error, whose frames are in the step still, says nothing of another run
+    if "fsdp" not in options:
+        copied = copy.deepcopy(trainer.model)
+        next(copied.parameters()).sum().backward()
+        copied.zero_grad()
+        assert all(parameter.grad is None for parameter in copied.parameters())
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.column("deepspeed" if "zero" in k else "fsdp")) for k in KEEPING]
+)
+@pytest.mark.parametrize("owner", ["optimizer", "model"])
+def test_gradients_that_a_backend_keeps_until_the_step_cannot_be_dropped_within_it(tmp_path, kind, owner):
+    options, said = KEEPING[kind]
+    if "deepspeed" in options:
+        pytest.importorskip("deepspeed")
+    else:
+        options = {**options, "elastic": "bitwise", "virtual_shards": 4, "optim": "adamw_torch"}
+    options = {**options, "gradient_accumulation_steps": 2}
+    assert all(said in words for words in run_ranks(clear, 2, str(tmp_path), options, owner, timeout_s=100))

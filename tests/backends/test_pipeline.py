@@ -259,6 +259,9 @@ class OwnStep(Trainer):
         return super().training_step(*inputs)
 
 
+TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+
+
 def refused(folder, kind, options):
     """Return the words with which a run is refused."""
     try:
@@ -266,8 +269,8 @@ def refused(folder, kind, options):
         model = MODELS["llama"]()
         model.config.output_router_logits = kind == "routes"
         trainer = (OwnStep if kind == "step" else Trainer)(model, args, train_dataset=rows(8))
-        if kind == "clears":
-            trainer.add_callback(Clears())
+        if kind in ("optimizer", "model"):
+            trainer.add_callback(Clears(kind))
         trainer.train()
     except (ValueError, RuntimeError) as error:
         if torch.distributed.is_initialized():
@@ -289,11 +292,8 @@ def refused(folder, kind, options):
             "consumes gradients in the backward pass, and with pp_size a schedule runs the backward passes",
         ),
         ("", {"pp_split": ["layers.7"]}, "pp_split names layers.7"),
-        (
-            "clears",
-            {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-            "it would drop the gradients of all; call it after the step",
-        ),
+        ("optimizer", TWO, "it would drop the gradients of all; call it after the step"),
+        ("model", TWO, "it would drop the gradients of all; call it after the step"),
         ("routes", {}, "output_router_logits=True asks for what all layers give"),
     ],
 )

@@ -33,7 +33,10 @@ class KeepWeights(TrainerCallback):
 
 
 class Clears(TrainerCallback):
-    """Drops the gradients so far between micro-batches."""
+    """Drops the gradients so far between micro-batches, by the method of `owner`."""
 
-    def on_substep_end(self, args, state, control, optimizer=None, **kwargs):
-        optimizer.zero_grad()
+    def __init__(self, owner="optimizer"):
+        self.owner = owner
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        kwargs[self.owner].zero_grad()

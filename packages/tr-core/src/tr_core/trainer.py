@@ -910,7 +910,6 @@ class Trainer(TransformersAttributes):
         seed = self.args.seed + (0 if self.args.elastic else self.strategy.data.rank)
         set_seed(seed, deterministic=self.args.full_determinism, device=self.strategy.device)
         self.renew_model()
-        self.model.zero_grad(set_to_none=True)  # a failed run may have left gradients, and gathered parameters
         check_quantized(self.model)
         align_special_tokens(self.model, self.processing_class)
         with (
@@ -921,6 +920,7 @@ class Trainer(TransformersAttributes):
             unlocking_output_dir(self.current_checkpointer),
             self.memory.stage("train") as read_memory,
         ):
+            self.model.zero_grad(set_to_none=True)  # a failed run may have left gradients, and gathered parameters
             with self._showing("loading"):
                 run = self._begin_run(resume, ignore_keys, legs)
             if is_run_complete(run):

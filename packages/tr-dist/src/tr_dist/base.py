@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import MethodType
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -41,27 +42,20 @@ def consumes_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "fused_in_backward", False)
 
 
-def before_clearing(owner: torch.optim.Optimizer | nn.Module, do: Callable[[], None]) -> None:
-    """Have `owner.zero_grad` call `do` first, and nothing that this function gave it before."""
+def before_clearing(owner: torch.optim.Optimizer | nn.Module, *do: Callable[[], None]) -> None:
+    """Have `owner.zero_grad` call `do` first, and nothing that this function gave it before; copies do without."""
     clear = getattr(owner.zero_grad, "own", owner.zero_grad)
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        do()
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if self is not owner:
+            type(self).zero_grad(self, set_to_none)
+            return
+        for each in do:
+            each()
         clear(set_to_none)
 
     cast("Any", zero_grad).own = clear
-    owner.zero_grad = zero_grad
-
-
-def refuse_clearing(strategy: Any, optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Have `optimizer.zero_grad` raise `RuntimeError` while `strategy._is_within` a step; `why` says why."""
-    strategy._is_within = False
-
-    def check() -> None:
-        if strategy._is_within:
-            raise RuntimeError(f"zero_grad() between the micro-batches of a step, {why}; call it after the step")
-
-    before_clearing(optimizer, check)
+    owner.zero_grad = MethodType(zero_grad, owner)  # a function would be that of the owner in a copy too
 
 
 def step_unless(skip: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -449,6 +443,9 @@ class OnRanks(ProcessGroup, OnDevice):
         device, rank, local_rank, world_size, backend: those of `ProcessGroup`.
     """
 
+    _is_within = False  # a step
+    _keeps = ""  # the gradients of a step until it is complete: says why none can be dropped before
+
     def __init__(
         self,
         environment: LaunchEnvironment,
@@ -471,6 +468,21 @@ class OnRanks(ProcessGroup, OnDevice):
             failed: the run ends by an exception, so other ranks may be gone: do not wait for them.
         """
         self.leave(failed=failed)
+
+    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
+        """Begin a run: nothing is within a step; see `ProcessGroup.watching`."""
+        self._is_within = False
+        return ProcessGroup.watching(self, progress, folder)
+
+    def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse `zero_grad` within a step where it could not drop the gradients so far."""
+        if self._keeps:
+            for owner in (optimizer, self.unwrap(model)):
+                before_clearing(owner, self._check_clearing)
+
+    def _check_clearing(self) -> None:
+        if self._is_within and self._keeps:
+            raise RuntimeError(f"zero_grad() between micro-batches of a step, {self._keeps}; call it after the step")
 
     def _prepared(self, model: nn.Module, kind: type[Kind]) -> Kind:
         """Return the result of `prepare` for a model, also from under `torch.compile`.

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, refuse_clearing, some_of
+from tr_dist.base import OnRanks, check_trainable, clip_to_norm, common_options, some_of
 from tr_dist.environment import ELASTIC_RUN, LaunchEnvironment, rank_device, read_environment
 from tr_dist.fsdp.strategy import FSDP, ReduceScatter
 from tr_dist.members import Members
@@ -53,7 +53,7 @@ class Elastic:
     shards: int
     _number: int
     _threads: int | None = None
-    _is_within: bool  # a step
+    _keeps = "whose shards elastic adds up: what it drops would depend on the number of processes"
     _model: nn.Module | None = None
     _same: tuple[list[int], set[int]] = ([], set())  # trainable parameters, and which of them have gradients
 
@@ -92,8 +92,6 @@ class Elastic:
                 "backward pass; choose another optim, such as adamw_torch"
             )
         super().bind_optimizer(model, optimizer)  # type: ignore[misc]
-        why = "whose shards elastic adds up: what it drops would depend on the number of processes"
-        refuse_clearing(self, optimizer, why)
 
     def run_micro_batches(
         self,

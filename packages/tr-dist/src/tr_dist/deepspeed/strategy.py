@@ -107,7 +107,7 @@ class DeepSpeed(OnRanks):
             environment, device, precision="no", backend=backend, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s
         )
         self._model: EngineModel | None = None
-        self._backwards, self._is_complete, self._is_within = 0, False, False
+        self._backwards, self._is_complete = 0, False
 
     @classmethod
     def from_arguments(cls, args: Any) -> DeepSpeed:
@@ -189,24 +189,11 @@ class DeepSpeed(OnRanks):
         inner.take_engine(engine, groups)
         self._model, self._is_complete, self._is_within = inner, False, False
         self._check_engine(engine)
-        before_clearing(optimizer, self._drop_gradients)
-
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of a step that is not made, where they are the parameters' own.
-
-        Raises:
-            RuntimeError: ZeRO holds them.
-        """
-        model = self._model
-        if model is None or not self._is_within or not self.stage:
-            return
-        if self.stage > 1 or getattr(model.engine.optimizer, "cpu_offload", False):
-            raise RuntimeError(
-                f"gradients of a step that is not made cannot be dropped: ZeRO stage {self.stage} holds them until the "
-                "step; call zero_grad() after it alone, and in place of auto_find_batch_size=True set "
-                "per_device_train_batch_size to what fits"
-            )
-        model.module.zero_grad()
+        if self.stage > 1 or getattr(engine.optimizer, "cpu_offload", False):
+            self._keeps = f"which ZeRO stage {self.stage} holds; set per_device_train_batch_size if memory ran out"
+            super().bind_optimizer(model, optimizer)
+        elif self.stage:
+            before_clearing(optimizer, inner.module.zero_grad)  # the optimizer has others
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""

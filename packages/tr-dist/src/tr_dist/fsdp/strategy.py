@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -239,7 +240,7 @@ class FSDP(OnRanks):
             fill_shards(model, values, self.device, on_host=sharding.offload)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
-        before_clearing(model, lambda: drop_held(model))
+        before_clearing(model, self._check_clearing, partial(drop_held, model))
         synced_generation(model, self.sum, self.device)
         if callable(getattr(model, "generate", None)):
             # Some models call parts, such as an encoder, by themselves before the model's own forward.
@@ -270,7 +271,7 @@ class FSDP(OnRanks):
             if self._holds:
                 drop_held(self.unwrap(model))
 
-        before_clearing(optimizer, drop)
+        before_clearing(optimizer, self._check_clearing, drop)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`: the same one, also from under `torch.compile`."""

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from tr_dist.base import refuse_clearing
 from tr_dist.fsdp.settings import Sharding
 from tr_dist.mesh.data_ranks import own_group
 from tr_dist.mesh.direction import Direction, sizes_of
@@ -39,6 +38,7 @@ class PipelinedMesh(Mesh):
     """
 
     schedules_micro_batches = True
+    _keeps = "which pp_size computes together: it would drop the gradients of all"
 
     def __init__(self, sharding: Sharding | None = None, *, directions: Sequence[Direction], **options: Any) -> None:
         self._pipeline = next(direction for direction in directions if isinstance(direction, Pipeline))
@@ -112,10 +112,8 @@ class PipelinedMesh(Mesh):
             if parameter.grad is not None:  # of both ends; it may be frozen
                 dist.all_reduce(_local(parameter.grad), group=self._pairs)
         self._is_within = True
-        try:
-            yield from zip(given, losses, strict=True)
-        finally:
-            self._is_within = False
+        yield from zip(given, losses, strict=True)
+        self._is_within = False
 
     def _share_of(self, gradient: torch.Tensor) -> float:
         stages = 2 if any(gradient is parameter.grad for parameter in self._shared) else 1  # those that hold it
@@ -128,8 +126,7 @@ class PipelinedMesh(Mesh):
             ValueError: they have not.
         """
         OptimizerOfStages(self._stages, optimizer).groups()
-        why = "which pp_size computes together: it would drop the gradients of all"
-        refuse_clearing(self, optimizer, why)
+        super().bind_optimizer(model, optimizer)
 
     def window_metrics(self) -> dict[str, torch.Tensor]:
         """Return the largest of what the stages measured, on every rank. Collective. Sync: once a log."""
