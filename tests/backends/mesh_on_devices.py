@@ -45,7 +45,8 @@ def main(folder, mesh, *cpu):
     divided = {} if mesh.startswith("alone") else {"parallelism_config": mesh, "fsdp": "full_shard auto_wrap"}
     args = TrainingArguments(
         folder, max_steps=4, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none",
-        disable_tqdm=True, log_level="error", use_cpu=bool(cpu), **sizes, **divided,
+        disable_tqdm=True, log_level="error", use_cpu=bool(cpu), bf16="alltoall" in mesh and not cpu, **sizes,
+        **divided,
     )  # fmt: skip
     rates = Rates()
     trainer = Trainer(model_of(mesh), args, train_dataset=rows(), callbacks=[rates])

@@ -170,6 +170,7 @@ def witnesses(tmp_path_factory):
         pytest.param(*mesh(4, 2, "pp=2,dp_replicate=2"), id="pp 2, replicas 2"),
         pytest.param(*mesh(4, 1, "sp=2,tp=2"), id="sp 2, tp 2", marks=pytest.mark.slow),
         pytest.param(*mesh(4, 1, "cp=2,tp=2"), id="cp 2, tp 2", marks=pytest.mark.slow),
+        pytest.param(*mesh(4, 1, "cp=2,tp=2,cp_comm_strategy=alltoall"), id="ring 2, tp 2", marks=pytest.mark.slow),
         pytest.param(*mesh(8, 2, "pp=2,tp=2,dp_shard=2"), id="pp 2, tp 2, shards 2", marks=pytest.mark.slow),
         pytest.param(*mesh(8, 2, "sp=2,tp=2,dp_replicate=2"), id="sp 2, tp 2, replicas 2", marks=pytest.mark.slow),
         pytest.param(

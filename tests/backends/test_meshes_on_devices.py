@@ -35,13 +35,14 @@ def run(folder, mesh, device, nproc):
     return json.loads(next(line for line in done.stdout.splitlines()[::-1] if line.startswith('{"losses"')))
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "sp=2", "cp=2", "pp=2", "ep=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "sp=2", "cp=2", "cp=2,cp_comm_strategy=alltoall", "pp=2", "ep=2"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_mesh_of_two_devices_trains_as_one_process_on_the_cpu_does(device, mesh, tmp_path):
     alone = run(tmp_path / "alone", "alone ep" if mesh == "ep=2" else "alone", "cpu", 1)
     found = run(tmp_path / "mesh", mesh, device, 2)
     # Sums in another order, over four steps; a GPU rounds products of matrices to fewer bits.
-    tolerance = 1e-5 if device == "cpu" else 5e-3
+    # The ring computes in bfloat16 there.
+    tolerance = 1e-5 if device == "cpu" else 5e-2 if "alltoall" in mesh else 5e-3
     assert found["losses"] == pytest.approx(alone["losses"], rel=tolerance)
     assert found["norms"] == pytest.approx(alone["norms"], rel=10 * tolerance)
     assert found["device"].startswith(device)

@@ -1,10 +1,14 @@
 """Processes that have pieces of each sequence: the numbers of one process, on every mesh, and from one to another."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from test_mesh import ALONE, SHARDED, SMALL, StopAt, assert_close, in_the_night, row
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -39,8 +43,9 @@ class Block(nn.Module):
 class Plain(nn.Module):
     """Learned positions, and its own calls of attention; bidirectional where it gets a mask."""
 
-    def __init__(self, dropout=0.0, with_positions=True):
+    def __init__(self, dropout=0.0, with_positions=True, recomputes=False):
         super().__init__()
+        self.recomputes = recomputes
         torch.manual_seed(0)
         self.words, self.head = nn.Embedding(24, 16), nn.Linear(16, 24, bias=False)
         self.places, self.with_positions = nn.Embedding(32, 16), with_positions
@@ -57,7 +62,7 @@ class Plain(nn.Module):
         hidden = self.words(input_ids) + self.places(position_ids)
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None]
         for layer in self.layers:
-            hidden = layer(hidden, mask)
+            hidden = checkpoint(layer, hidden, mask, use_reentrant=False) if self.recomputes else layer(hidden, mask)
         logits = self.head(hidden)
         return (
             {"loss": self.loss_function(logits, labels, **kwargs), "logits": logits} if labels is not None else logits
@@ -88,6 +93,7 @@ def attending(name):
 SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 MODELS = {
     "plain": Plain,
+    "recomputed": lambda: Plain(recomputes=True),
     "dropout": lambda: Plain(0.1),
     "llama": llama,
     "eager": lambda: llama(attn_implementation="eager"),
@@ -154,6 +160,7 @@ def mesh(world, sizes, **options):
     return world, {"parallelism_config": sizes, "per_device_train_batch_size": 4 // replicas, **options}
 
 
+RING = "cp_comm_strategy=alltoall"
 MESHES = {
     "sp 2": mesh(2, "sp=2"),
     "sp 2, tp 2": mesh(4, "sp=2,tp=2"),
@@ -163,6 +170,10 @@ MESHES = {
     "cp 3": mesh(3, "cp=3"),  # of 8 heads
     "cp 2, tp 2": mesh(4, "cp=2,tp=2"),
     "cp 2, shards 2": mesh(4, "cp=2,dp_shard=2", **SHARDED),
+    "ring 2": mesh(2, f"cp=2,{RING}"),
+    "ring 3": mesh(3, f"cp=3,{RING}"),
+    "ring 2, tp 2": mesh(4, f"cp=2,tp=2,{RING}"),
+    "ring 2, shards 2": mesh(4, f"cp=2,dp_shard=2,{RING}", **SHARDED),
 }
 
 
@@ -172,6 +183,8 @@ MESHES = {
     in_the_night(
         ("qwen", "sp 2", "targets"),
         ("qwen", "sp 2, shards 2", "targets"),
+        ("llama", "ring 3", "padding"),
+        *(("recomputed", form, "targets") for form in ("sp 2", "ring 2")),
         *((name, form, "targets") for name in ("llama", "plain") for form in MESHES),
         *(("qwen", form, "targets") for form in ("cp 2", "sp 2, tp 2", "sp 2, replicas 2")),
         *((name, "sp 2", data) for name in ("llama", "eager", "plain", "sliding") for data in ("padding", "packed")),
@@ -200,12 +213,23 @@ def test_pieces_of_sequences_give_the_numbers_of_one_process(name, form, data, t
         pytest.param({"label_smoothing_factor": 0.1}, 2e-5, marks=row("numbers"), id="smoothed"),
     ],
 )
-@pytest.mark.parametrize("form", ["sp 2", "cp 2"])
+@pytest.mark.parametrize("form", ["sp 2", "cp 2", "ring 2"])
 def test_what_a_run_may_have_beside_gives_the_numbers_of_one_process(form, options, tolerance, tmp_path):
     alone = train(str(tmp_path / "alone"), "llama", ALONE | options)
     world, on_mesh = MESHES[form]
     for rank in run_ranks(train, world, str(tmp_path / "mesh"), "llama", on_mesh | options, timeout_s=300):
         assert_close(rank, alone, tolerance)
+
+
+@pytest.mark.slow
+@row("numbers")
+@pytest.mark.parametrize(("name", "form"), [("plain", "sp 2"), ("llama", "cp 2"), ("llama", "ring 2")])
+def test_compiled_pieces_give_the_numbers_of_one_process(name, form, tmp_path):
+    alone = train(str(tmp_path / "alone"), name, ALONE)
+    world, options = MESHES[form]
+    compiled = options | {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for rank in run_ranks(train, world, str(tmp_path / "mesh"), name, compiled, timeout_s=300):
+        assert_close(rank, alone, 2e-5)
 
 
 @pytest.mark.slow
@@ -228,7 +252,7 @@ def test_a_run_goes_on_on_another_mesh(first, second, tmp_path):
 
 @pytest.mark.slow
 @row("resume")
-@pytest.mark.parametrize("form", ["sp 2", "cp 2"])
+@pytest.mark.parametrize("form", ["sp 2", "cp 2", "ring 2"])
 def test_a_run_with_dropout_that_stopped_goes_on_to_the_same_bits(form, tmp_path):
     def run(folder, *arguments):
         options = MESHES[form][1]
@@ -286,6 +310,7 @@ WORDS = {"input_ids": torch.arange(14).reshape(2, 7)}
 LABELS = WORDS["input_ids"].masked_fill(WORDS["input_ids"] < 3, -100)  # 11, of which pieces have no exact shares
 DIFFERS = "is another one for a sequence in pieces"
 TARGETS, MASKED = WORDS | {"targets": LABELS}, WORDS | {"labels": LABELS, "label_mask": torch.ones(2, 7)}
+LEFT = WORDS | {"attention_mask": (torch.arange(7) > 2).long().expand(2, -1)}
 REFUSALS = {
     "other labels": (Targets, 2, TARGETS, DIFFERS),
     "no labels": (Masked, 2, MASKED, DIFFERS),
@@ -305,16 +330,24 @@ REFUSALS = {
     ),
     "balance of experts": (balanced, 2, WORDS | {"labels": LABELS}, DIFFERS),
     "flash": (lambda: attending("flash_attention_2"), 2, WORDS, "set attn_implementation='sdpa', or use sp_size"),
+    "ring, padding before words": (llama, 2, LEFT, "attention_mask has words after it; set cp_comm_strategy"),
+    "ring, windows": (lambda: qwen(**SLIDING), 2, WORDS, "causal attention over whole sequences alone"),
+    "ring, packed": (llama, 2, WORDS | {"position_ids": torch.arange(7)[None] % 4}, "or packed sequences"),
+    "ring, eager": (lambda: llama(attn_implementation="eager"), 2, WORDS, "needs attn_implementation='sdpa'"),
+    "ring, both directions": (Plain, 2, WORDS | {"attention_mask": torch.ones(2, 7)}, "without attn_mask alone"),
+    "ring, dropout": (lambda: llama(attention_dropout=0.1).train(), 2, WORDS, "attention with dropout 0.1 is not done"),
     "cache": (llama, 2, WORDS | {"past_key_values": ()}, "generation with a cache is not done"),
 }
 
 
 def attempt(case):
     from tr_dist.mesh import Mesh
+    from tr_dist.mesh.ring import Ring
     from tr_dist.mesh.sequence import Context, Sequences
 
     build, size, batch, _ = REFUSALS[case]
-    kind, names = Context if case == "flash" else Sequences, ["labels"] if case == "a mask of labels" else None
+    kind = {"flash": Context, "ring": Ring}.get(case.partition(",")[0], Sequences)
+    names = ["labels"] if case == "a mask of labels" else None
     strategy = Mesh(directions=[kind(size, names)], use_cpu=True)
     try:
         strategy.check_model(build())
@@ -358,17 +391,22 @@ def test_labels_of_any_name_are_those_that_label_names_names():
 
 def exchanges(name):
     """Return the bytes of each all-to-all of a forward and backward, whole logits, and dropout's numbers of a piece."""
-    from tr_dist.mesh import Mesh, attention
+    from tr_dist.mesh import Mesh, attention, ring
     from tr_dist.mesh.sequence import Context, Sequences
 
-    sent, exchange = [], attention.exchange
+    sent, exchange, passed = [], attention.exchange, dist.P2POp
 
     def counted(value, *how):
         sent.append(value.nbytes)
         return exchange(value, *how)
 
-    attention.exchange = counted
-    strategy = Mesh(directions=[{"sp": Sequences, "cp": Context}[name](2)], use_cpu=True)
+    def counted_way(operation, value, *how):
+        if operation is dist.isend:
+            sent.append(value.nbytes)
+        return passed(operation, value, *how)
+
+    attention.exchange, dist.P2POp = counted, counted_way
+    strategy = Mesh(directions=[{"sp": Sequences, "cp": Context, "ring": ring.Ring}[name](2)], use_cpu=True)
     model = strategy.prepare(Plain().double())
     logits = model(**WORDS).detach()  # the first, at which it is looked
     sent.clear()
@@ -387,14 +425,53 @@ def exchanges(name):
 
 @row("numbers")
 @pytest.mark.parametrize(
-    ("name", "tensors", "copies"), [("sp", 4, 1), pytest.param("cp", 2, 2, marks=pytest.mark.slow)]
+    ("name", "forward", "backward", "copies"),
+    [
+        ("sp", 4, 4, 1),
+        pytest.param("cp", 2, 2, 2, marks=pytest.mark.slow),
+        # Keys and values in one, less often by one than there are processes; their gradients as often as these.
+        pytest.param("ring", 1, 3, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_a_step_exchanges_so_many_tensors_a_layer_and_direction(name, tensors, copies):
+def test_a_step_exchanges_so_many_tensors_a_layer_and_direction(name, forward, backward, copies):
     model = Plain().double()
     loss, logits = model(**WORDS, labels=LABELS).values()
     for sent, found, found_loss, words in run_ranks(exchanges, 2, name, timeout_s=300):
         rows, piece, features, eight_bytes, layers = 2, 4, 16, 8, 2
-        assert sent == [copies * rows * piece * features * eight_bytes] * (tensors * layers * 2)
+        assert sent == [copies * rows * piece * features * eight_bytes] * ((forward + backward) * layers)
         torch.testing.assert_close(found, logits, rtol=1e-12, atol=1e-12)
         assert found_loss == pytest.approx(loss.item(), rel=1e-12)
         assert "are not gathered in training" in words
+
+
+def around(dtype, heads):
+    """Return the largest differences of attention around a ring, and of its gradients, from attention of the whole."""
+    from tr_dist.mesh import Mesh
+    from tr_dist.mesh.ring import Ring
+
+    ring = Ring(dist_size := int(os.environ["WORLD_SIZE"]))
+    strategy = Mesh(directions=[ring], use_cpu=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, count, 6 * dist_size, 8) for count in (8, heads, heads, 8)]
+    *whole, weights = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    pieces = [ring.own(state.transpose(1, 2)).transpose(1, 2).requires_grad_() for state in whole]
+    expected = F.scaled_dot_product_attention(
+        *(state.requires_grad_() for state in whole), is_causal=True, scale=0.3, enable_gqa=True
+    )
+    found = ring.attention(*pieces, is_causal=True, scale=0.3, enable_gqa=True)
+    expected.backward(weights)
+    found.backward(ring.own(weights.transpose(1, 2)).transpose(1, 2))
+    pairs = [(found, expected), *((piece.grad, state.grad) for piece, state in zip(pieces, whole, strict=True))]
+    errors = [(a - ring.own(b.transpose(1, 2)).transpose(1, 2)).detach().abs().max().item() for a, b in pairs]
+    strategy.close()
+    return errors
+
+
+@row("numbers")
+@pytest.mark.parametrize(
+    ("size", "dtype", "heads", "tolerance"),
+    [(3, torch.float64, 4, 1e-14), (2, torch.float32, 8, 1e-5), (4, torch.bfloat16, 2, 0.1)],
+)
+def test_attention_around_a_ring_is_that_of_the_whole_sequence(size, dtype, heads, tolerance):
+    for errors in run_ranks(around, size, dtype, heads, timeout_s=100):
+        assert max(errors) < tolerance

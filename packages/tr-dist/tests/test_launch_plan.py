@@ -180,6 +180,9 @@ def test_replicas_alone_need_no_sharding_and_an_empty_section_says_nothing(tmp_p
     assert launch.variables["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
     launch, _ = planned(*file(tmp_path, **given, parallelism_config={"tp_size": 2}))
     assert launch.variables["PARALLELISM_CONFIG_TP_SIZE"] == "2"
+    ring = {"cp_size": 2, "cp_comm_strategy": "alltoall"}
+    launch, _ = planned(*file(tmp_path, **given, parallelism_config=ring))
+    assert launch.variables["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] == "alltoall"
     launch, _ = planned(*file(tmp_path, **given, parallelism_config={}))
     assert launch.variables == {}
 
@@ -226,7 +229,6 @@ def test_deepspeed_and_compilation_are_handed_on_as_accelerate_does(tmp_path):
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_ofload_params": 1}}, "did you mean offload_params?"),
         ({"distributed_type": "FSDP", "fsdp_config": [1]}, "it must hold indented `key: value` lines"),
         ({"parallelism_config": {"dp_shards": 2}}, "parallelism_config: dp_shards is not known; did you mean dp_shard"),
-        ({"parallelism_config": {"cp_size": 2, "cp_comm_strategy": "alltoall"}}, "it must be allgather"),
         ({"parallelism_config": {"dp_shard_size": 0}}, "dp_shard_size: 0 is not a number of processes, from 1"),
         ({"parallelism_config": {"dp_shard_size": True}}, "dp_shard_size: True is not a number of processes"),
         ({"parallelism_config": {"dp_shard_size": 2}}, "a model with distributed_type: FSDP, not NO"),

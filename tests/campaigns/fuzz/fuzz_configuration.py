@@ -105,7 +105,7 @@ class Run:
     @property
     def replicas(self):
         """Processes with other samples."""
-        return self.ranks // math.prod(size for name, size in self.mesh if name not in ("ep", "shard"))
+        return self.ranks // math.prod(size for name, size in self.mesh if name not in ("ep", "shard", "ring"))
 
     @property
     def is_stream(self):

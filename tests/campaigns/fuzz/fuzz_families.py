@@ -324,7 +324,9 @@ def _ranks(rng, run):
 
 
 MESHES = {
-    "llama_even": ({"tp": 2}, {"sp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "sp": 2}, {"tp": 2, "pp": 2}),
+    "llama_even": (
+        *({"tp": 2}, {"sp": 2}, {"cp": 2}, {"cp": 2, "ring": 1}, {"pp": 2}, {"tp": 2, "sp": 2}, {"tp": 2, "pp": 2}),
+    ),
     "llama_even_tied": ({"tp": 2}, {"cp": 2}, {"pp": 2}),
     "moe": ({"ep": 2}, {"tp": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "sp": 2}, {"pp": 2}, {"pp": 2, "ep": 2}),
     "mlp_even": ({"tp": 2},),
@@ -333,7 +335,7 @@ MESHES = {
 
 def _mesh(rng, model):
     mesh = dict(rng.choice(MESHES[model]))
-    ranks = 2 if len(mesh) == 1 or mesh == {"ep": 2, "sp": 2} else 4
+    ranks = 2 if len(mesh) == 1 or mesh == {"ep": 2, "sp": 2} or "ring" in mesh else 4
     if ranks == 2 and rng.random() < 0.1:
         ranks = 4
     if ranks == 4 and "ep" not in mesh and rng.random() < 0.5:

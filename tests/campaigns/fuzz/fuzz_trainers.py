@@ -88,7 +88,9 @@ def arguments_of(run: Run, folder):
     if run.optimizer in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"):
         said["optim"] = run.optimizer
     if run.mesh:
-        said |= {"parallelism_config": {f"{name}_size": size for name, size in run.mesh if name != "shard"}}
+        sizes = {f"{name}_size": size for name, size in run.mesh if name not in ("shard", "ring")}
+        ring = {"cp_comm_strategy": "alltoall"} if "ring" in dict(run.mesh) else {}
+        said |= {"parallelism_config": sizes | ring}
         said |= {"fsdp": "full_shard"} if "shard" in dict(run.mesh) else {}
         if "tp" in dict(run.mesh) and run.model == "mlp_even":
             said["tp_plan"] = {"first": "colwise_gather_output", "last": "rowwise_split_input"}

@@ -38,6 +38,8 @@ def near_processes(parser: argparse.ArgumentParser, sizes: str) -> int:
     """Return how many processes in a row compute a sample together by sizes such as `tp=2,sp=2`; ends if wrong."""
     near = 1
     for name, _, size in (pair.partition("=") for pair in sizes.split(",") if pair):
+        if name.strip() == "cp_comm_strategy":
+            continue
         if not size.strip().isdigit() or not int(size):
             parser.error(f"--parallelism_config {sizes!r} is not understood; give it as in tp=2,dp_shard=4")
         near *= int(size) if name.strip().removesuffix("_size") in ("cp", "sp", "tp") else 1

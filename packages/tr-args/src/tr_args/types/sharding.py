@@ -55,9 +55,10 @@ _OF_THOSE = ("cp_comm_strategy", "cp_backend", "sp_backend", "tp_handler", "cp_h
 _KEYS = (*SIZES, *_OF_THOSE)
 
 
-class Spread(dict[str, int]):
+class Spread(dict[str, Any]):
     """Sizes by name, which are also read as the attributes of Accelerate's `ParallelismConfig`.
 
+    Beside them it has `cp_comm_strategy` if that is `alltoall`.
     A size that was not given is 1. `tp_enabled` is whether `tp_size` is above 1, and so on for the other sizes.
     """
 
@@ -80,7 +81,8 @@ class ParallelSizes(Constraint):
         """Return text, and the attributes of an object, as a mapping."""
         if isinstance(value, str) and "=" in value:
             pairs = [pair.partition("=") for pair in value.split(",")]
-            sizes = {name.strip().removesuffix("_size") + "_size": size.strip() for name, _, size in pairs}
+            given = {name.strip(): size.strip() for name, _, size in pairs}
+            sizes = {n if n in _OF_THOSE else n.removesuffix("_size") + "_size": size for n, size in given.items()}
             return {name: int(size) if size.isdigit() else size for name, size in sizes.items()}
         if not isinstance(value, Mapping) and all(hasattr(value, name) for name in DATA_SIZES):
             return {name: found for name in _KEYS if (found := getattr(value, name, None)) is not None}
@@ -91,27 +93,35 @@ class ParallelSizes(Constraint):
         return Spread(read_sizes(value))
 
 
-def read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of `SIZES` where given, those within a sample above 1; names may have Accelerate's prefix.
+def read_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a `Spread`, sizes within a sample if above 1; names may have Accelerate's prefix.
 
     Raises:
-        RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or `cp_handler` wants what
-            is not done.
+        RefusedError: (a ValueError) a key is unknown, a size is not a whole number from 1, or `cp_comm_strategy` is
+            neither `allgather` nor `alltoall`.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for given, size in config.items():
         name = given.removeprefix("parallelism_config_")
         if name not in _KEYS:
             raise RefusedError(f"has the unknown key {given}{did_you_mean(name, _KEYS)}")
         options = size if isinstance(size, Mapping) else {name: size, **getattr(size, "__dict__", {})}
-        if (exchange := options.get("cp_comm_strategy")) not in (None, "allgather"):
-            raise RefusedError(f"has cp_comm_strategy={exchange!r}: keys and values are gathered; set 'allgather'")
+        exchange = options.get("cp_comm_strategy")
+        if exchange not in (None, "allgather", "alltoall"):
+            raise RefusedError(
+                f"has cp_comm_strategy={exchange!r}; keys and values are gathered ('allgather'), or go around a ring "
+                "('alltoall')"
+            )
+        if exchange == "alltoall":
+            sizes["cp_comm_strategy"] = exchange
         if size is None or name in _OF_THOSE:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise RefusedError(f"at {given}={size!r}: needs a number of processes, from 1")
         if name in DATA_SIZES or size > 1:
             sizes[name] = size
+    if "cp_size" not in sizes:
+        sizes.pop("cp_comm_strategy", None)
     return sizes
 
 

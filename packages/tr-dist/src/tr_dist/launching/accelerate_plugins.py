@@ -55,7 +55,7 @@ _COMPILERS = (
 # Sizes that spread samples over processes, by replicas and by shards of the model, and those that compute a sample.
 _WITHIN_SAMPLES = ("cp_size", "sp_size", "tp_size")
 _SPREAD = ("dp_replicate_size", "dp_shard_size", *_WITHIN_SAMPLES)
-# Their companions, which do not change what is computed.
+# Their companions.
 _OF_THOSE = (
     *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"),
     "sp_attn_implementation",
@@ -99,8 +99,6 @@ def parallelism_variables(config: Mapping[str, Any], kind: str, total: int) -> d
     _check_known(section, plain, (*_SPREAD, *_OF_THOSE))
     sizes = {key: _size(section, key, plain[key]) for key in _SPREAD if plain.get(key) is not None}
     sizes = {key: size for key, size in sizes.items() if size > 1 or key not in _WITHIN_SAMPLES}
-    if plain.get("cp_comm_strategy", "allgather") != "allgather":
-        raise LaunchError(f"{section}: cp_comm_strategy: keys and values are gathered; it must be allgather")
     if kind == "DEEPSPEED":
         raise LaunchError(f"{section}: is not read with ZeRO, whose configuration says how it divides; leave it out")
     if kind != "FSDP" and sizes.get("dp_shard_size", 1) > 1:
@@ -110,9 +108,11 @@ def parallelism_variables(config: Mapping[str, Any], kind: str, total: int) -> d
         raise LaunchError(
             f"{section}: spreads the work over {shown}, and num_processes is {total}; it must be their product"
         )
+    exchange = plain.get("cp_comm_strategy")
+    handed_on = sizes | ({} if exchange in (None, "allgather") else {"cp_comm_strategy": exchange})
     return {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        **{f"PARALLELISM_CONFIG_{key.upper()}": str(size) for key, size in sizes.items()},
+        **{f"PARALLELISM_CONFIG_{key.upper()}": str(value) for key, value in handed_on.items()},
     }
 
 

@@ -55,7 +55,7 @@ class AttentionOfTorch(TorchFunctionMode):
         bound["attn_mask"] = mask = sequences.whole_mask(mask, is_causal=is_causal, device=states[0].device)
         bound["is_causal"] = is_causal and mask is None
         sequences.seen["torch"] += 1
-        return sequences.leave(func(*states, **bound), 2)
+        return sequences.leave(sequences.attention(*states, **bound), 2)
 
 
 def attentions_of(model: nn.Module) -> set[str]:
@@ -110,7 +110,7 @@ class AttentionOfTransformers:
         **options: Any,
     ) -> Any:
         attend, sequences = attend or _eager(module), self._sequences
-        if id(module) not in self._modules or sequences.state == "whole":
+        if id(module) not in self._modules or sequences.state == "whole" or sequences.attends_in_torch:
             return attend(module, query, key, value, attention_mask, **options)
         if sequences.state is None:
             raise ValueError(
@@ -134,6 +134,8 @@ class AttentionOfTransformers:
         if sequences.state != "pieces":
             return mask_of(*args, **options)
         now = sequences.division
+        if sequences.attends_in_torch:
+            return sequences.mask_in_pieces(options["mask_function"])
         if args or options["q_length"] != now.piece or options["kv_length"] != now.piece:
             raise ValueError(
                 f"{sequences.asked}: a mask for attention within pieces of {now.piece} positions was "

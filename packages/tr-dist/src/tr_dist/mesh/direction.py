@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,12 +26,14 @@ class Direction:
         size: number of processes.
         replicas_a_copy: number of replicas that hold the model once, together.
         computes: what a process computes of a sample, for errors.
+        seen: how often calls of attention were divided, those that are found by a function mode as `torch`.
     """
 
     name: str
     size: int
     computes: str
     replicas_a_copy = 1
+    seen: Counter[str] = Counter()
 
     def join(self, ranks: torch.Tensor, device: torch.device, among: Callable[[list[list[int]]], DataRanks]) -> None:
         """Make the groups of processes that the direction needs beside those of the mesh. Collective over the job.

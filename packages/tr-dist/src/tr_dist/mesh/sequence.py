@@ -94,12 +94,15 @@ class Sequences(Direction):
     name = "sp"
     computes = "its own piece of each sequence, and in attention its own heads"
     shares_heads = True
+    halves = 1  # that a piece is made of
+    attends_in_torch = False  # with what transformers calls there too, so that its attention functions stay as they are
+    attention = staticmethod(F.scaled_dot_product_attention)
     division: Division  # of the batch that is computed
 
     def __init__(self, size: int, label_names: Sequence[str] | None = None) -> None:
         self.size, self._label_names, self.asked = size, label_names, f"{self.name}_size={size}"
         self.state: str | None = None  # whether now "pieces" are computed, or a "whole" short batch; None outside
-        self.seen: Counter[str] = Counter()  # attentions that exchanged
+        self.seen = Counter()
         self._forms: dict[Any, list[str]] = {}
         self._is_looking = False
         self._around = ExitStack()  # what a forward in pieces is in
@@ -135,8 +138,9 @@ class Sequences(Direction):
 
     def finish(self, model: nn.Module) -> None:
         """Have the model's forward divide its inputs and join its outputs, around all that FSDP does."""
-        model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        model.register_forward_hook(self._after, always_call=True)
+        not_compiled: Any = torch.compiler.disable  # torch.compile has no form of an ExitStack
+        model.register_forward_pre_hook(not_compiled(self._before), prepend=True, with_kwargs=True)
+        model.register_forward_hook(not_compiled(self._after), always_call=True)
 
     def close(self) -> None:
         """Give transformers its attention functions back."""
@@ -199,8 +203,8 @@ class Sequences(Direction):
         """
         main = _main(model, named)
         rows, length = main.shape[:2]
-        piece = -(-length // self.size)
-        padding, start = piece * self.size - length, self.rank * piece
+        piece = self.halves * -(-length // (self.halves * self.size))
+        padding = piece * self.size - length
         inputs, parameters, labels = dict(named), _parameters(model), self._labels(model, named)
         if "position_ids" in parameters and inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(length, device=main.device)[None]
@@ -217,9 +221,9 @@ class Sequences(Direction):
                     )
                 filling = _IGNORED if name in labels else 0
                 whole[name] = F.pad(value, (*(0, 0) * (value.dim() - 2), 0, padding), value=filling)
-                inputs[name] = whole[name].narrow(1, start, piece).contiguous()
+                inputs[name] = self.own(whole[name]).contiguous()
         counted = whole[labels[0]] != _IGNORED if labels else None
-        share = None if counted is None else counted.narrow(1, start, piece).sum().double() / counted.sum()
+        share = None if counted is None else self.own(counted).sum().double() / counted.sum()
         positions = whole["position_ids"].expand(rows, -1) if named.get("position_ids") is not None else None
         self.division = Division(length, piece, whole.get("attention_mask"), positions, share)
         asks = self._of_transformers and self._of_transformers.names and "attention_mask" in parameters
@@ -244,7 +248,15 @@ class Sequences(Direction):
             return self.gather(value.reshape(1, 1)).sum()
         if rule == "piece" and torch.is_grad_enabled() and self.division.share is not None:
             return InPieces()
-        return self.gather(value)[:, : self.division.length] if rule == "piece" else value
+        return self.in_order(self.gather(value))[:, : self.division.length] if rule == "piece" else value
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this process's piece of what is whole along dimension 1."""
+        return whole.chunk(self.size, 1)[self.rank]
+
+    def in_order(self, joined: torch.Tensor) -> torch.Tensor:
+        """Return pieces that are joined along dimension 1 in the order of the sequence."""
+        return joined
 
     def gather(self, piece: torch.Tensor) -> torch.Tensor:
         """Return the pieces of all processes joined along dimension 1."""

@@ -20,6 +20,7 @@ from tr_dist.fsdp.strategy import FSDP
 from tr_dist.mesh.data_ranks import DataRanks, own_group
 from tr_dist.mesh.direction import Direction, far_neighbours, sizes_of
 from tr_dist.mesh.experts import Experts
+from tr_dist.mesh.ring import Ring
 from tr_dist.mesh.sequence import Context, Sequences
 from tr_dist.mesh.tensor import Tensor
 from tr_log import get_logger, warning_once
@@ -92,8 +93,9 @@ class Mesh(FSDP):
             for name in names if given else ():
                 if getattr(args, name, None) not in (None, False, "off"):
                     raise ValueError(f"{name} is not done with {given[0]}; leave it out")
+        context = Ring if sizes["cp_comm_strategy"] == "alltoall" else Context
         every = (
-            Context(sizes["cp_size"], args.label_names),
+            context(sizes["cp_size"], args.label_names),
             Sequences(sizes["sp_size"], args.label_names),
             Tensor(sizes["tp_size"], args.tp_plan, shares_experts=sizes["ep_size"] > 1),
             Experts(sizes["ep_size"], args.ep_plan),
@@ -125,7 +127,11 @@ class Mesh(FSDP):
         with ExitStack() as around:
             for direction in self._directions:
                 around.enter_context(direction.in_backward())
-            super().backward(loss)
+            if any(direction.seen["torch"] for direction in self._directions):
+                # Of the tensor itself, torch would leave the function mode of that context for the backward pass.
+                torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
+            else:
+                super().backward(loss)
 
     @contextmanager
     def accumulate_fused(self, model: nn.Module, *, last: bool) -> Iterator[None]:
