@@ -452,7 +452,8 @@ def around(dtype, heads):
     ring = Ring(dist_size := int(os.environ["WORLD_SIZE"]))
     strategy = Mesh(directions=[ring], use_cpu=True)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, count, 6 * dist_size, 8) for count in (8, heads, heads, 8)]
+    # Values have fewer features, as in latent attention.
+    shapes = [(2, count, 6 * dist_size, size) for count, size in ((8, 8), (heads, 8), (heads, 4), (8, 4))]
     *whole, weights = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     pieces = [ring.own(state.transpose(1, 2)).transpose(1, 2).requires_grad_() for state in whole]
     expected = F.scaled_dot_product_attention(

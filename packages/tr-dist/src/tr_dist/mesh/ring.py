@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from tr_dist.mesh.attention import attentions_of
 from tr_dist.mesh.data_ranks import DataRanks
@@ -30,7 +31,7 @@ class Ring(Context):
         label_names: see `Sequences`.
     """
 
-    computes = "the beginning and the end of each sequence, a half of its piece each"
+    computes = "a part of the beginning and one of the end of each sequence, without a mask"
     halves = 2
     attends_in_torch = True
 
@@ -103,19 +104,20 @@ class Ring(Context):
         """Compute attention of pieces `(batch, heads, length, size)`; keys and values may have fewer heads.
 
         Raises:
-            ValueError: dropout, values of another size than keys, or a type that CUDA has no flash attention for.
+            ValueError: dropout, values of more features than keys, or a type that CUDA has no flash attention for.
         """
         if dropout_p:
             raise ValueError(f"{_ASKED}: attention with dropout {dropout_p} is not done; set it to 0, or {_GATHERED}")
-        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-            sizes = [each.shape[-1] for each in (query, key, value)]
-            raise ValueError(f"{_ASKED}: heads of queries, keys and values have sizes {sizes}; {_GATHERED}")
+        size = value.shape[-1]
+        if size > key.shape[-1]:
+            raise ValueError(f"{_ASKED}: values have {size} features, and keys {key.shape[-1]}; {_GATHERED}")
+        value = F.pad(value, (0, key.shape[-1] - size))  # which go around with the keys
         states, kind = [query, key, value], query.device.type
         if torch.is_autocast_enabled(kind):
             states = [each.to(torch.get_autocast_dtype(kind)) for each in states]
         if kind == "cuda" and states[0].dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"{_ASKED} needs bf16=True on CUDA, not {states[0].dtype}; set it, or {_GATHERED}")
-        return _Around.apply(*states, self.group, scale)  # type: ignore[return-value]
+        return _Around.apply(*states, self.group, scale)[..., :size]  # type: ignore[index]
 
 
 class _Around(torch.autograd.Function):
@@ -194,10 +196,7 @@ def _seen(turn: int, length: int, group: dist.ProcessGroup) -> tuple[slice, slic
 
 
 # torch's flash attention by its operators, forward and backward: they give the logarithms that blocks are joined by.
-_KERNELS = {
-    "cpu": "_scaled_dot_product_flash_attention_for_cpu",
-    "cuda": "_scaled_dot_product_flash_attention",
-}
+_KERNELS = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
 
 
 def _attend(query: torch.Tensor, block: torch.Tensor, is_causal: bool, scale: float | None) -> Sequence[Any]:
