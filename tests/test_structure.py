@@ -42,7 +42,7 @@ KNOW_THE_INSIDE = {
     "test_second_device.py": "asks anew whether a device has generators, and moves batches between devices",
     "test_files_visited.py": "counts files from where a save and a resume begin",
 }
-MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 368, 123, 48_218, 7
+MOST_FILES, MOST_FILES_OF_CORE, MOST_CODE_LINES, MOST_TYPE_CHECKING = 368, 123, 48_221, 7
 
 
 def sources(folder: Path) -> list[Path]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import MethodType
 from typing import Any, Self, TypeVar, cast
@@ -469,10 +469,14 @@ class OnRanks(ProcessGroup, OnDevice):
         """
         self.leave(failed=failed)
 
-    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> AbstractContextManager[None]:
-        """Begin a run: nothing is within a step; see `ProcessGroup.watching`."""
-        self._is_within = False
-        return ProcessGroup.watching(self, progress, folder)
+    @contextmanager
+    def watching(self, progress: Callable[[], tuple[int, str, int]], folder: str) -> Iterator[None]:
+        """Return the block of a run, whose end is the end of a step that failed; see `ProcessGroup.watching`."""
+        try:
+            with ProcessGroup.watching(self, progress, folder):
+                yield
+        finally:
+            self._is_within = False
 
     def bind_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse `zero_grad` within a step where it could not drop the gradients so far."""

@@ -135,7 +135,7 @@ class AttentionOfTransformers:
             return mask_of(*args, **options)
         now = sequences.division
         if sequences.attends_in_torch:
-            return sequences.mask_in_pieces(options["mask_function"])
+            return sequences.mask_in_pieces(options.get("mask_function"))
         if args or options["q_length"] != now.piece or options["kv_length"] != now.piece:
             raise ValueError(
                 f"{sequences.asked}: a mask for attention within pieces of {now.piece} positions was "

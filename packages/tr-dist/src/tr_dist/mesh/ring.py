@@ -64,7 +64,7 @@ class Ring(Context):
         """Return the states as they are."""
         return states
 
-    def mask_in_pieces(self, mask_function: Callable[..., Any]) -> None:
+    def mask_in_pieces(self, mask_function: Callable[..., Any] | None) -> None:
         """Check that a mask which a model asks for is that of causal attention. Sync, as transformers itself.
 
         Raises:
